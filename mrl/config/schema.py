@@ -1,0 +1,186 @@
+"""The experiment file, as types. One class a section; every key has a default unless only the user can know it.
+
+Field descriptions are what `mrl check --keys` prints, so they are written for the person who fills in the file.
+"""
+from __future__ import annotations
+
+from typing import Annotated, Literal, Optional
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Model(Section):
+    path: str = Field(description="Hugging Face model directory (config.json, *.safetensors, tokenizer) or hub id")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of trainer weights and of the engines")
+    chat_template: Optional[str] = Field(None, description="path of a Jinja chat template; null: the tokenizer's own")
+
+
+class Data(Section):
+    train: str = Field(description=".jsonl, .parquet, or a Hugging Face dataset as 'hf:name[:split]'")
+    eval: Optional[str] = Field(None, description="held-out prompts, same formats; null: no evaluation")
+    prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
+    answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
+    system_prompt: Optional[str] = Field(None, description="put before a string prompt as a system message")
+    prompt_suffix: str = Field("", description="appended to a string prompt, e.g. an answer-format instruction")
+    max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt allowed, in tokens")
+    overlong_prompt: Literal["error", "drop"] = Field("error", description="what to do with a longer prompt")
+    shuffle: bool = Field(True, description="reshuffle every epoch (reproducible from `seed`)")
+
+
+class Reward(Section):
+    kind: Literal["math", "exact", "custom"] = Field("math", description="math: math-verify; exact: string equality; custom: your function")
+    function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
+    timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
+    processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
+
+
+class Clip(Section):
+    low: PositiveFloat = Field(0.2, description="lower bound of the ratio is 1 - low")
+    high: PositiveFloat = Field(0.2, description="upper bound of the ratio is 1 + high (DAPO: 0.28)")
+
+
+class Kl(Section):
+    coef: NonNegativeFloat = Field(0.0, description="weight of KL(actor || reference) in the loss; 0: no reference model")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator (Schulman 2020)")
+
+
+class Correction(Section):
+    kind: Literal["none", "truncated"] = Field("truncated", description="importance weight trainer/rollout for the engine's numerical mismatch and staleness")
+    cap: PositiveFloat = Field(2.0, description="upper truncation of the importance weight")
+
+
+class Algorithm(Section):
+    name: Literal["grpo"] = "grpo"
+    normalize_by_std: bool = Field(True, description="divide group advantages by the group's unbiased std (false: Dr.GRPO)")
+    aggregation: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="how per-token losses become one number")
+    old_log_prob: Literal["rollout", "recompute"] = Field("rollout", description="proximal log-probs: the engine's, or recomputed before the first minibatch")
+    clip: Clip = Clip()
+    kl: Kl = Kl()
+    correction: Correction = Correction()
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+
+
+class Batch(Section):
+    prompts_per_step: PositiveInt = Field(description="prompts a step")
+    samples_per_prompt: PositiveInt = Field(description="samples of each prompt: one group")
+    minibatches: PositiveInt = Field(1, description="optimizer steps per pass over the batch")
+    epochs: PositiveInt = Field(1, description="passes over the batch")
+    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens one forward/backward holds on one data-parallel replica")
+
+
+class TrainerParallel(Section):
+    tp: PositiveInt = Field(1, description="tensor parallel size")
+    pp: PositiveInt = Field(1, description="pipeline parallel size")
+    sequence_parallel: bool = Field(False, description="Megatron sequence parallelism inside the tensor-parallel group")
+
+
+class Optimizer(Section):
+    lr: PositiveFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.01
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
+
+
+class Trainer(Section):
+    parallel: TrainerParallel = TrainerParallel()
+    optimizer: Optimizer = Optimizer()
+    max_restarts: NonNegativeInt = Field(3, description="restarts of the whole gang from the last checkpoint")
+    env: dict[str, str] = Field({}, description="extra environment of the trainer ranks")
+
+
+class RolloutParallel(Section):
+    tp: PositiveInt = Field(1, description="tensor parallel size of one engine")
+
+
+class Sampling(Section):
+    temperature: NonNegativeFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: int = Field(-1, ge=-1, description="-1: all tokens")
+    max_response_tokens: PositiveInt = 1024
+    stop_token_ids: list[NonNegativeInt] = Field([], description="besides the model's end-of-sequence tokens")
+
+
+class Rollout(Section):
+    engine: Literal["vllm"] = "vllm"
+    python: str = Field(description="Python of the environment that holds the engine")
+    parallel: RolloutParallel = RolloutParallel()
+    sampling: Sampling = Sampling()
+    workers: PositiveInt = Field(1, description="rollout workers (CPU processes that run episodes and rewards)")
+    max_concurrent_requests: PositiveInt = Field(256, description="requests in flight per engine")
+    host: str = Field("127.0.0.1", description="address the engine server binds")
+    port: Port = Field(0, description="0: a free one; else engine i takes port + i")
+    start_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: PositiveFloat = 3600.0
+    max_restarts: NonNegativeInt = Field(3, description="restarts of one engine before the run gives up")
+    args: list[str] = Field([], description="extra command-line arguments of the engine server")
+    env: dict[str, str] = Field({}, description="extra environment of the engine server")
+
+
+class Sync(Section):
+    transport: Literal["auto", "gloo"] = "auto"
+    bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
+    buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
+    verify_every: NonNegativeInt = Field(0, description="compare checksums at the first sync and every N-th; 0: the first only")
+    timeout_s: PositiveFloat = Field(300.0, description="deadline of one whole sync, both ends")
+
+
+class Loop(Section):
+    mode: Literal["one_step_overlap", "colocated_sync"] = "one_step_overlap"
+    steps: PositiveInt = Field(description="training steps")
+    collect_timeout_s: PositiveFloat = Field(7200.0, description="longest wait for one batch")
+
+
+class Cluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible; on cpu the counts below are processes")
+    trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
+    rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
+    gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
+
+
+class Eval(Section):
+    every: NonNegativeInt = Field(0, description="evaluate before step 0, every N steps and after the last; 0: never")
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat = 1.0
+    max_prompts: Optional[PositiveInt] = Field(None, description="first N held-out prompts; null: all")
+
+
+class Checkpoint(Section):
+    every: NonNegativeInt = Field(0, description="save every N steps; 0: only after the last step")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class Log(Section):
+    dir: str = Field("runs", description="run directories are made under it")
+    tensorboard: bool = True
+    trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
+
+
+class Experiment(Section):
+    """One experiment: everything `mrl train` needs to know."""
+
+    name: str = Field("experiment", pattern=r"^[A-Za-z0-9._-]+$")
+    seed: NonNegativeInt = 1
+    model: Model
+    data: Data
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    batch: Batch
+    trainer: Trainer = Trainer()
+    rollout: Rollout
+    sync: Sync = Sync()
+    loop: Loop
+    cluster: Cluster
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
