@@ -1,0 +1,1 @@
+"""Reinforcement-learning mathematics: pure torch on plain tensors. No Megatron, no Ray, no global state."""

@@ -1,6 +1,8 @@
 """The experiment file, as types. One class a section; every key has a default unless only the user can know it.
 
 Field descriptions are what `mrl check --keys` prints, so they are written for the person who fills in the file.
+Types are strict (`"8"` is no integer, `true` no number): a file that parses means what it says. What no single field
+can decide (layouts, partitions, budgets against each other) is checked in `mrl.config.checks`.
 """
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -35,7 +37,8 @@ class Data(Section):
 
 
 class Reward(Section):
-    kind: Literal["math", "exact", "custom"] = Field("math", description="math: math-verify; exact: string equality; custom: your function")
+    kind: Literal["math", "exact", "custom"] = Field(
+        "math", description="math: math-verify; exact: string equality; custom: your function")
     function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
     timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
     processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
@@ -47,20 +50,24 @@ class Clip(Section):
 
 
 class Kl(Section):
-    coef: NonNegativeFloat = Field(0.0, description="weight of KL(actor || reference) in the loss; 0: no reference model")
+    coef: NonNegativeFloat = Field(0.0, description="weight of KL(actor || reference) in the loss; 0: no reference")
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator (Schulman 2020)")
 
 
 class Correction(Section):
-    kind: Literal["none", "truncated"] = Field("truncated", description="importance weight trainer/rollout for the engine's numerical mismatch and staleness")
+    kind: Literal["none", "truncated"] = Field(
+        "truncated", description="importance weight trainer/rollout for the engine's numerical mismatch and staleness")
     cap: PositiveFloat = Field(2.0, description="upper truncation of the importance weight")
 
 
 class Algorithm(Section):
-    name: Literal["grpo"] = "grpo"
-    normalize_by_std: bool = Field(True, description="divide group advantages by the group's unbiased std (false: Dr.GRPO)")
-    aggregation: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="how per-token losses become one number")
-    old_log_prob: Literal["rollout", "recompute"] = Field("rollout", description="proximal log-probs: the engine's, or recomputed before the first minibatch")
+    name: Literal["grpo"] = Field("grpo", description="how advantages are made from the rewards of a group")
+    normalize_by_std: bool = Field(
+        True, description="divide group advantages by the group's unbiased std (false: Dr.GRPO)")
+    aggregation: Literal["token_mean", "sequence_mean"] = Field(
+        "token_mean", description="how per-token losses become one number")
+    old_log_prob: Literal["rollout", "recompute"] = Field(
+        "rollout", description="proximal log-probs: the engine's, or recomputed before the first minibatch")
     clip: Clip = Clip()
     kl: Kl = Kl()
     correction: Correction = Correction()
@@ -72,7 +79,8 @@ class Batch(Section):
     samples_per_prompt: PositiveInt = Field(description="samples of each prompt: one group")
     minibatches: PositiveInt = Field(1, description="optimizer steps per pass over the batch")
     epochs: PositiveInt = Field(1, description="passes over the batch")
-    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens one forward/backward holds on one data-parallel replica")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        16384, description="tokens one forward/backward holds on one data-parallel replica")
 
 
 class TrainerParallel(Section):
@@ -82,13 +90,13 @@ class TrainerParallel(Section):
 
 
 class Optimizer(Section):
-    lr: PositiveFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    weight_decay: NonNegativeFloat = 0.01
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate of Adam")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate that the schedule ends at")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up from 0 to lr")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), strict=False, description="Adam's two decay rates")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
 
 
@@ -104,45 +112,48 @@ class RolloutParallel(Section):
 
 
 class Sampling(Section):
-    temperature: NonNegativeFloat = 1.0
-    top_p: Fraction = 1.0
-    top_k: int = Field(-1, ge=-1, description="-1: all tokens")
-    max_response_tokens: PositiveInt = 1024
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; the trainer applies the same one")
+    top_p: Fraction = Field(1.0, description="nucleus mass; training needs 1.0")
+    top_k: int = Field(-1, ge=-1, description="number of tokens kept; training needs -1, all of them")
+    max_response_tokens: PositiveInt = Field(1024, description="longest response, in tokens")
     stop_token_ids: list[NonNegativeInt] = Field([], description="besides the model's end-of-sequence tokens")
 
 
 class Rollout(Section):
-    engine: Literal["vllm"] = "vllm"
-    python: str = Field(description="Python of the environment that holds the engine")
+    engine: Literal["vllm"] = Field("vllm", description="inference engine")
+    python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
     sampling: Sampling = Sampling()
     workers: PositiveInt = Field(1, description="rollout workers (CPU processes that run episodes and rewards)")
     max_concurrent_requests: PositiveInt = Field(256, description="requests in flight per engine")
     host: str = Field("127.0.0.1", description="address the engine server binds")
     port: Port = Field(0, description="0: a free one; else engine i takes port + i")
-    start_timeout_s: PositiveFloat = 600.0
-    request_timeout_s: PositiveFloat = 3600.0
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest wait for an engine to come up")
+    request_timeout_s: PositiveFloat = Field(3600.0, description="longest wait for one completion")
     max_restarts: NonNegativeInt = Field(3, description="restarts of one engine before the run gives up")
     args: list[str] = Field([], description="extra command-line arguments of the engine server")
     env: dict[str, str] = Field({}, description="extra environment of the engine server")
 
 
 class Sync(Section):
-    transport: Literal["auto", "gloo"] = "auto"
+    transport: Literal["auto", "gloo"] = Field("auto", description="how buckets travel; auto: the fastest one there is")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
     buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
-    verify_every: NonNegativeInt = Field(0, description="compare checksums at the first sync and every N-th; 0: the first only")
+    verify_every: NonNegativeInt = Field(
+        0, description="compare checksums at the first sync and every N-th; 0: the first only")
     timeout_s: PositiveFloat = Field(300.0, description="deadline of one whole sync, both ends")
 
 
 class Loop(Section):
-    mode: Literal["one_step_overlap", "colocated_sync"] = "one_step_overlap"
+    mode: Literal["one_step_overlap", "colocated_sync"] = Field(
+        "one_step_overlap", description="generate the next batch while training on this one, or take turns")
     steps: PositiveInt = Field(description="training steps")
     collect_timeout_s: PositiveFloat = Field(7200.0, description="longest wait for one batch")
 
 
 class Cluster(Section):
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible; on cpu the counts below are processes")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda when a GPU is visible; on cpu the counts below are processes")
     trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
     rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
     gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
@@ -150,8 +161,8 @@ class Cluster(Section):
 
 class Eval(Section):
     every: NonNegativeInt = Field(0, description="evaluate before step 0, every N steps and after the last; 0: never")
-    samples_per_prompt: PositiveInt = 1
-    temperature: NonNegativeFloat = 1.0
+    samples_per_prompt: PositiveInt = Field(1, description="samples of each held-out prompt")
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature of evaluation; 0: greedy")
     max_prompts: Optional[PositiveInt] = Field(None, description="first N held-out prompts; null: all")
 
 
@@ -162,15 +173,15 @@ class Checkpoint(Section):
 
 class Log(Section):
     dir: str = Field("runs", description="run directories are made under it")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="also write TensorBoard event files")
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
 
 
 class Experiment(Section):
     """One experiment: everything `mrl train` needs to know."""
 
-    name: str = Field("experiment", pattern=r"^[A-Za-z0-9._-]+$")
-    seed: NonNegativeInt = 1
+    name: str = Field("experiment", pattern=r"^[A-Za-z0-9._-]+$", description="run directories are named after it")
+    seed: NonNegativeInt = Field(1, description="of prompts' order, sampling and initialisation")
     model: Model
     data: Data
     reward: Reward = Reward()
@@ -184,3 +195,20 @@ class Experiment(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Processes of the trainer gang: one a GPU of its partition (on cpu: as many processes)."""
+        count = self.cluster.gpus if self.loop.mode == "colocated_sync" else self.cluster.trainer_gpus
+        return count or 0
+
+    @property
+    def engine_count(self) -> int:
+        """Engines of the fleet: GPUs of its partition (colocated_sync: of the shared one) / `rollout.parallel.tp`."""
+        count = self.cluster.gpus if self.loop.mode == "colocated_sync" else self.cluster.rollout_gpus
+        return (count or 0) // self.rollout.parallel.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the model among the trainer ranks."""
+        return self.trainer_ranks // (self.trainer.parallel.tp * self.trainer.parallel.pp)

@@ -1,0 +1,64 @@
+"""Which checkpoints a run has, and what goes into one: the trainer's state and rank 0's side of the rollouts.
+
+    checkpoints/step_000040/   trainer files (mrl/trainer/checkpoint.py), rollouts.pkl, and batch.pkl if one was waiting
+"""
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+from mrl.config.schema import Checkpoint
+from mrl.rollout.service import RolloutService
+from mrl.rollout.types import Group
+from mrl.trainer.trainer import Trainer
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    found = (re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+class Checkpoints:
+    """Saves when due, keeps the newest, restores the newest. Collective over the trainer ranks."""
+
+    def __init__(self, run_dir: Path, config: Checkpoint, steps: int):
+        self.run_dir, self.config, self.steps = run_dir, config, steps
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def due(self, step: int) -> bool:
+        return step == self.steps or bool(self.config.every) and step % self.config.every == 0
+
+    def save(self, step: int, trainer: Trainer, rollouts: RolloutService | None, groups: list[Group]) -> None:
+        """Write checkpoint `step`, with the collected, untrained `groups` (on rank 0), and drop the oldest."""
+        extra = {}
+        if rollouts:
+            extra["rollouts.pkl"] = pickle.dumps(rollouts.state())
+            if groups:
+                extra["batch.pkl"] = pickle.dumps(groups)
+        trainer.save(checkpoint_dir(self.run_dir, step), step, extra)
+        if rollouts:
+            for old in saved_steps(self.run_dir)[:-self.config.keep]:
+                shutil.rmtree(checkpoint_dir(self.run_dir, old))
+
+    def restore(self, trainer: Trainer, rollouts: RolloutService | None) -> tuple[int, list[Group], bool]:
+        """Load the newest checkpoint: its step, its collected batch (on rank 0), and whether it has one (on all ranks).
+
+        (0, [], False) when there is no checkpoint.
+        """
+        steps = saved_steps(self.run_dir)
+        if not steps:
+            return 0, [], False
+        directory = checkpoint_dir(self.run_dir, steps[-1])
+        trainer.load(directory)
+        batch, groups = directory / "batch.pkl", []
+        if rollouts:
+            rollouts.restore(pickle.loads((directory / "rollouts.pkl").read_bytes()))
+            groups = pickle.loads(batch.read_bytes()) if batch.exists() else []
+        return steps[-1], groups, batch.exists()

@@ -1,0 +1,111 @@
+"""`mrl train`: makes the run directory, starts the fleet and the gang of trainers, follows them, and stops all."""
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+from mrl.cluster.checkpoints import saved_steps
+from mrl.cluster.fleet import ray_address, start_fleet
+from mrl.cluster.placement import place
+from mrl.config.errors import UserError
+from mrl.config.load import dump_experiment
+from mrl.config.schema import Experiment
+from mrl.engine.process import ProcessTree
+
+FOLLOW_S = 0.2
+
+
+def train(experiment: Experiment, run_dir: Path | None) -> int:
+    """Run the experiment to its end. Returns the exit code: 0 when every step was trained."""
+    run_dir = prepare_run_dir(experiment, run_dir)
+    run_id = f"{experiment.name}-{secrets.token_hex(4)}"
+    print(f"run directory: {run_dir}", flush=True)
+    with stop_on_signals():
+        print("starting the engines and the rollout workers", flush=True)
+        with start_fleet(experiment, run_id, run_dir):
+            (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address()}))
+            code = run_gang(experiment, run_dir)
+    print(closing_words(experiment, run_dir, code), flush=True)
+    return code
+
+
+def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
+    """A fresh directory under log.dir, or `run_dir`: resumed when it holds this experiment's run.
+
+    Raises UserError when `run_dir` holds something else.
+    """
+    if run_dir is None:
+        run_dir = Path(experiment.log.dir) / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = run_dir.resolve()
+    config = run_dir / "config.yaml"
+    if run_dir.exists() and any(run_dir.iterdir()) and not config.exists():
+        raise UserError(f"--run-dir {run_dir} is not empty and holds no run of mrl: name another directory")
+    if steps := saved_steps(run_dir):
+        print(f"resuming from checkpoint step {steps[-1]}", flush=True)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    dump_experiment(experiment, config)
+    return run_dir
+
+
+def run_gang(experiment: Experiment, run_dir: Path) -> int:
+    """torchrun with one process a trainer rank; prints the run's progress until it ends. Returns its exit code."""
+    placement = place(experiment)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={len(placement.trainers)}", f"--max-restarts={experiment.trainer.max_restarts}",
+               "--monitor-interval=0.5", "-m", "mrl.cluster.rank", str(run_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **experiment.trainer.env}
+    if experiment.cluster.device != "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.trainers))
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    progress, failures = run_dir / "progress.log", run_dir / "logs" / "failure.txt"
+    progress.touch()
+    failures.unlink(missing_ok=True)
+    print(f"starting {len(placement.trainers)} trainer rank(s)", flush=True)
+    with open(progress, encoding="utf-8") as lines:
+        lines.seek(0, os.SEEK_END)
+        with ProcessTree(command, run_dir / "logs" / "torchrun.log", env=environment) as gang:
+            while (code := gang.poll()) is None:
+                sys.stdout.write(lines.read())
+                sys.stdout.flush()
+                time.sleep(FOLLOW_S)
+        sys.stdout.write(lines.read())
+    if code != 0:
+        reason = failures.read_text() if failures.exists() else gang.tail(30)
+        print(f"the trainers failed (exit code {code}):\n{reason}", file=sys.stderr, flush=True)
+    return code
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C does, so that everything started is stopped."""
+    def leave(number, _frame):
+        raise SystemExit(128 + number)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def closing_words(experiment: Experiment, run_dir: Path, code: int) -> str:
+    if code != 0:
+        return f"the run failed; its logs: {run_dir}/logs. Go on from its last checkpoint with the same command and " \
+               f"--run-dir {run_dir}"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    if len(evaluations) > 1:
+        key = next(name for name in evaluations[0] if name.startswith("eval/mean@"))
+        lines.append(f"held-out {key.removeprefix('eval/')}: {evaluations[0][key]:.3f} before, {evaluations[-1][key]:.3f} after")
+    lines += [f"run directory: {run_dir}",
+              f"next: mrl export {run_dir} --step {experiment.loop.steps} --out {run_dir}/hf",
+              f"      tensorboard --logdir {run_dir}/tensorboard"]
+    return "\n".join(lines)

@@ -1,0 +1,202 @@
+"""Checks across keys of one experiment and its model. Pure: no file, device or network is touched.
+
+Each `_check_*` function yields the problems of one subject; `check_experiment` lists all of them.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.config.errors import Problem
+from mrl.config.schema import Experiment
+
+# vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks.
+_VLLM_VOCAB_MULTIPLE = 64
+
+
+def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
+                     visible_gpus: int | None = None) -> list[Problem]:
+    """Everything about the experiment that could not work.
+
+    Args:
+        hf_config: the model's config.json; None skips the checks that need it (the file is missing: another problem).
+        visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
+    """
+    problems = [*_check_partitions(exp, visible_gpus), *_check_batch(exp), *_check_sampling(exp),
+                *_check_algorithm(exp), *_check_optimizer(exp), *_check_reward_and_eval(exp)]
+    if hf_config is not None:
+        problems += _check_model(exp, hf_config)
+    return problems
+
+
+def resolved_device(exp: Experiment, visible_gpus: int | None) -> str:
+    """"cpu" or "cuda": what `cluster.device: auto` means with this many visible GPUs (None: unknown, taken as cuda)."""
+    if exp.cluster.device != "auto":
+        return exp.cluster.device
+    return "cpu" if visible_gpus == 0 else "cuda"
+
+
+def context_limit(hf_config: Mapping[str, Any]) -> int | None:
+    """Tokens the model's positions reach; None where config.json does not say. YaRN stretches them by its factor."""
+    limit = hf_config.get("max_position_embeddings")
+    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if limit and scaling.get("rope_type", scaling.get("type")) == "yarn":
+        original = scaling.get("original_max_position_embeddings", limit)
+        return max(limit, int(original * scaling["factor"]))
+    return limit
+
+
+def _divisors(number: int, limit: int = 64) -> str:
+    return ", ".join(str(n) for n in range(1, min(number, limit) + 1) if number % n == 0)
+
+
+def _check_partitions(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
+    wanted, other = ("trainer_gpus", "rollout_gpus"), ("gpus",)
+    if exp.loop.mode == "colocated_sync":
+        wanted, other = other, wanted
+    for name in wanted:
+        if getattr(exp.cluster, name) is None:
+            yield Problem(f"cluster.{name}", "null", f"an integer > 0 (loop.mode is {exp.loop.mode})",
+                          f"set cluster.{name}, or another loop.mode")
+    for name in other:
+        if (value := getattr(exp.cluster, name)) is not None:
+            yield Problem(f"cluster.{name}", str(value), f"null (loop.mode is {exp.loop.mode}, which uses "
+                          f"{' and '.join(f'cluster.{key}' for key in wanted)})", f"remove cluster.{name}")
+    yield from _check_devices(exp, wanted, visible_gpus)
+    yield from _check_split(exp, wanted[0], exp.trainer.parallel.tp * exp.trainer.parallel.pp,
+                            "trainer.parallel.tp * trainer.parallel.pp")
+    yield from _check_split(exp, wanted[-1], exp.rollout.parallel.tp, "rollout.parallel.tp")
+    if exp.rollout.port and exp.rollout.port + exp.engine_count - 1 > 65535:
+        yield Problem("rollout.port", str(exp.rollout.port), f"at most {65536 - exp.engine_count}: engine i of "
+                      f"{exp.engine_count} takes port + i", "use a lower port, or 0 for free ones")
+
+
+def _check_devices(exp: Experiment, partitions: tuple[str, ...], visible_gpus: int | None) -> Iterator[Problem]:
+    device = resolved_device(exp, visible_gpus)
+    if device == "cpu" and exp.model.dtype == "bfloat16":
+        yield Problem("model.dtype", "bfloat16", "float32 on cpu",
+                      "set model.dtype: float32; for a file meant for GPUs, set cluster.device: cuda")
+    needed = sum(getattr(exp.cluster, name) or 0 for name in partitions)
+    if device == "cuda" and visible_gpus is not None and needed > visible_gpus:
+        name = "device" if visible_gpus == 0 else partitions[0]
+        yield Problem(f"cluster.{name}", str(getattr(exp.cluster, name)),
+                      f"too few GPUs: the partitions need {needed}, {visible_gpus} are visible here",
+                      "use smaller partitions, check CUDA_VISIBLE_DEVICES, or set cluster.device: cpu")
+
+
+def _check_split(exp: Experiment, name: str, parts: int, what: str) -> Iterator[Problem]:
+    value = getattr(exp.cluster, name)
+    if value is not None and value % parts:
+        yield Problem(f"cluster.{name}", str(value), f"a multiple of {parts} ({what})",
+                      f"use {parts * max(1, value // parts)} GPUs, or change {what}")
+
+
+def _check_batch(exp: Experiment) -> Iterator[Problem]:
+    batch, prompts = exp.batch, exp.batch.prompts_per_step
+    if prompts % batch.minibatches:
+        yield Problem("batch.minibatches", str(batch.minibatches), f"a divisor of batch.prompts_per_step ({prompts})",
+                      f"use one of {_divisors(prompts)}")
+    elif exp.data_parallel > (samples := prompts * batch.samples_per_prompt // batch.minibatches):
+        yield Problem("batch.minibatches", str(batch.minibatches),
+                      f"minibatches of at least {exp.data_parallel} samples, one a data-parallel replica; these have "
+                      f"{samples}", "use fewer minibatches, more prompts or samples, or fewer trainer GPUs")
+    longest = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens
+    if batch.max_tokens_per_microbatch < longest:
+        yield Problem("batch.max_tokens_per_microbatch", str(batch.max_tokens_per_microbatch),
+                      f"at least {longest} (data.max_prompt_tokens + rollout.sampling.max_response_tokens): one sample "
+                      "must fit", f"set it to {longest} or more, or shorten prompts or responses")
+
+
+def _check_sampling(exp: Experiment) -> Iterator[Problem]:
+    """Log-probs in training are those of the full, temperature-scaled distribution: the engine must sample from it."""
+    sampling, why = exp.rollout.sampling, "training needs the log-probs of the full distribution it samples from"
+    if sampling.temperature == 0:
+        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}", "use 1.0; eval.temperature may be 0")
+    if sampling.top_p < 1:
+        yield Problem("rollout.sampling.top_p", str(sampling.top_p), f"1.0: {why}", "remove the key")
+    if sampling.top_k not in (-1, 0):
+        yield Problem("rollout.sampling.top_k", str(sampling.top_k), f"-1 (all tokens): {why}", "remove the key")
+
+
+def _check_algorithm(exp: Experiment) -> Iterator[Problem]:
+    algorithm = exp.algorithm
+    if algorithm.name == "grpo" and exp.batch.samples_per_prompt < 2:
+        yield Problem("batch.samples_per_prompt", str(exp.batch.samples_per_prompt),
+                      "at least 2 with algorithm.name grpo: the advantage of a group of one is always 0",
+                      "use 8 or more")
+    if (algorithm.old_log_prob == "recompute" and exp.loop.mode == "one_step_overlap"
+            and algorithm.correction.kind == "none"):
+        yield Problem("algorithm.correction.kind", "none",
+                      "truncated, with algorithm.old_log_prob recompute and loop.mode one_step_overlap: recomputing "
+                      "hides that the samples are one version old",
+                      "set algorithm.correction.kind: truncated, or algorithm.old_log_prob: rollout")
+    if algorithm.clip.low > 1:
+        yield Problem("algorithm.clip.low", str(algorithm.clip.low), "at most 1: the ratio is never negative",
+                      "use 0.2")
+
+
+def _check_optimizer(exp: Experiment) -> Iterator[Problem]:
+    optimizer = exp.trainer.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem("trainer.optimizer.min_lr", str(optimizer.min_lr),
+                      f"at most trainer.optimizer.lr ({optimizer.lr})", "lower it, or raise lr")
+    updates = exp.loop.steps * exp.batch.minibatches * exp.batch.epochs
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
+        yield Problem("trainer.optimizer.warmup_steps", str(optimizer.warmup_steps),
+                      f"less than the run's {updates} optimizer steps", "shorten the warm-up, or run more steps")
+    if exp.trainer.parallel.sequence_parallel and exp.trainer.parallel.tp == 1:
+        yield Problem("trainer.parallel.sequence_parallel", "true", "false with trainer.parallel.tp 1: it splits "
+                      "sequences over the tensor-parallel ranks", "remove it, or raise trainer.parallel.tp")
+
+
+def _check_reward_and_eval(exp: Experiment) -> Iterator[Problem]:
+    function = exp.reward.function
+    if exp.reward.kind == "custom":
+        file, _, name = (function or "").rpartition(":")
+        if not file.endswith(".py") or not name.isidentifier():
+            yield Problem("reward.function", str(function), "'path.py:function' with reward.kind custom",
+                          "for example reward.function: rewards/mine.py:score")
+    elif function is not None:
+        yield Problem("reward.function", function, f"null with reward.kind {exp.reward.kind}",
+                      "set reward.kind: custom")
+    if exp.eval.every and exp.data.eval is None:
+        yield Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
+                      "set data.eval, or eval.every: 0")
+
+
+def _check_model(exp: Experiment, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    from mrl.reshard.spec import model_spec
+
+    try:
+        spec = model_spec(hf_config)
+    except (ValueError, KeyError) as error:
+        yield Problem("model.path", exp.model.path, "a supported architecture", str(error))
+        return
+    tp, pp, engine_tp = exp.trainer.parallel.tp, exp.trainer.parallel.pp, exp.rollout.parallel.tp
+    for key, size in (("trainer.parallel.tp", tp), ("rollout.parallel.tp", engine_tp)):
+        for name, number in (("attention heads", spec.heads), ("intermediate size", spec.ffn)):
+            if number % size:
+                yield Problem(key, str(size), f"a divisor of the model's {name} ({number})",
+                              f"use one of {_divisors(number)}")
+        if spec.kv_heads % size and size % spec.kv_heads:
+            yield Problem(key, str(size), f"a divisor or a multiple of the model's KV heads ({spec.kv_heads})",
+                          f"use one of {_divisors(spec.kv_heads)}, or a multiple of {spec.kv_heads}")
+    if spec.num_layers % pp:
+        yield Problem("trainer.parallel.pp", str(pp), f"a divisor of the model's layers ({spec.num_layers})",
+                      f"use one of {_divisors(spec.num_layers)}")
+    qkv_rows = spec.q_size + 2 * spec.kv_size
+    if qkv_rows % tp:
+        yield Problem("trainer.parallel.tp", str(tp), f"a divisor of the model's {qkv_rows} rows of q, k and v",
+                      f"use one of {_divisors(qkv_rows)}")
+    padded = -(-spec.vocab // _VLLM_VOCAB_MULTIPLE) * _VLLM_VOCAB_MULTIPLE
+    if padded % engine_tp:
+        yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
+                      "use a power of 2")
+    longest, limit = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens, context_limit(hf_config)
+    if limit is not None and longest > limit:
+        yield Problem("rollout.sampling.max_response_tokens", str(exp.rollout.sampling.max_response_tokens),
+                      f"at most {max(0, limit - exp.data.max_prompt_tokens)}: with data.max_prompt_tokens "
+                      f"({exp.data.max_prompt_tokens}) the model reaches {limit} positions", "shorten either")
+    for token in exp.rollout.sampling.stop_token_ids:
+        if token >= spec.vocab:
+            yield Problem("rollout.sampling.stop_token_ids", str(token), f"token ids < {spec.vocab}", "remove it")

@@ -1,0 +1,111 @@
+"""The keys of the experiment file as a flat table, derived from the schema: for `mrl check --keys`, for error messages
+("allowed", "did you mean") and for the documentation."""
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.config.schema import Experiment
+
+REQUIRED = "required"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key. `default` is YAML/JSON text, or `REQUIRED`; `section` is true for a mapping of further keys."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+    section: bool = False
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Sections and leaves by dotted name, in the order of the schema."""
+    schema = Experiment.model_json_schema()
+    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+
+
+def leaf_keys() -> list[Key]:
+    """The keys that hold values, in the order of the schema."""
+    return [key for key in all_keys().values() if not key.section]
+
+
+def find_key(name: str) -> Key | None:
+    """The key itself, or the key whose value contains it (`rollout.args.0` is part of `rollout.args`)."""
+    keys = all_keys()
+    while name and (name not in keys):
+        name = name.rpartition(".")[0]
+    return keys.get(name)
+
+
+def sibling_keys(name: str) -> list[str]:
+    """Last parts of the known keys of the section that `name` is, or would be, in."""
+    parent = name.rpartition(".")[0]
+    return [known.rpartition(".")[2] for known in all_keys() if known.rpartition(".")[0] == parent]
+
+
+def nearest_key(name: str) -> str | None:
+    """The known key a user most likely meant by an unknown one: a sibling with a similar name, else a key of the same
+    name in another section, else whatever is spelled most alike."""
+    parent, _, leaf = name.rpartition(".")
+    names = list(all_keys())
+    if close := difflib.get_close_matches(leaf, sibling_keys(name), n=1):
+        return f"{parent}.{close[0]}" if parent else close[0]
+    if same := [known for known in names if known.rpartition(".")[2] == leaf]:
+        return same[0]
+    close = difflib.get_close_matches(name, names, n=1)
+    return close[0] if close else None
+
+
+def _walk(section: dict, definitions: dict, prefix: str) -> Iterator[Key]:
+    required = section.get("required", [])
+    for name, field in section["properties"].items():
+        dotted = prefix + name
+        reference = field.get("$ref", "").rpartition("/")[2]
+        default = REQUIRED if name in required else json.dumps(field.get("default"))
+        if reference:
+            inner = definitions[reference]
+            yield Key(dotted, _mapping_text(inner), default, "", section=True)
+            yield from _walk(inner, definitions, dotted + ".")
+        else:
+            yield Key(dotted, _type_text(field), default, field.get("description", ""))
+
+
+def _mapping_text(section: dict) -> str:
+    required = section.get("required", [])
+    names = [f"{name} (required)" if name in required else name for name in section["properties"]]
+    return "a mapping with the keys " + ", ".join(names)
+
+
+def _type_text(field: dict) -> str:
+    """English for one JSON-schema type as pydantic writes it."""
+    if "anyOf" in field:
+        return " or ".join(_type_text(choice) for choice in field["anyOf"])
+    if "enum" in field:
+        return "one of " + ", ".join(field["enum"])
+    if "const" in field:
+        return str(field["const"])
+    kind = field["type"]
+    if kind == "array":
+        if "prefixItems" in field:
+            return "a list of " + ", ".join(_type_text(item) for item in field["prefixItems"])
+        return f"a list, each {_type_text(field['items'])}"
+    if kind == "object":
+        return f"a mapping, each value {_type_text(field['additionalProperties'])}"
+    text = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
+            "null": "null"}[kind]
+    return text + _bounds_text(field)
+
+
+def _bounds_text(field: dict) -> str:
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    if "pattern" in field:
+        bounds.append(f"matching {field['pattern']}")
+    return " " + " and ".join(bounds) if bounds else ""

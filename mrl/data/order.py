@@ -1,0 +1,70 @@
+"""In which order prompts are drawn: an endless stream that is a pure function of its position, hence resumable."""
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+
+class Draw(NamedTuple):
+    """One prompt of the stream. `position` counts from 0 and never repeats; `row` does, once an epoch."""
+
+    position: int
+    epoch: int
+    row: int
+
+
+class PromptOrder:
+    """Every row once an epoch, shuffled anew from (seed, epoch), across steps, resumes and epoch boundaries.
+
+    Args:
+        rows: size of the data set.
+        seed: the run's seed.
+        shuffle: false keeps the file's order in every epoch.
+    """
+
+    def __init__(self, rows: int, seed: int, shuffle: bool):
+        if rows < 1:
+            raise ValueError(f"a data set of {rows} rows has no order: it needs at least one")
+        self._identity = {"rows": rows, "seed": seed, "shuffle": shuffle}
+        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._position = 0
+        self._permutation: tuple[int, list[int]] = (-1, [])
+
+    def at(self, position: int) -> Draw:
+        """What stands at a position of the stream; does not move it."""
+        epoch, place = divmod(position, self._rows)
+        if not self._shuffle:
+            return Draw(position, epoch, place)
+        if self._permutation[0] != epoch:
+            self._permutation = (epoch, self._shuffled(epoch))
+        return Draw(position, epoch, self._permutation[1][place])
+
+    def take(self, count: int) -> list[Draw]:
+        """The next `count` prompts; moves the stream past them."""
+        draws = [self.at(position) for position in range(self._position, self._position + count)]
+        self._position += count
+        return draws
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps (JSON-able)."""
+        return {"position": self._position} | self._identity
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state()` was taken.
+
+        Raises:
+            ValueError: the checkpoint was written with another number of rows, seed or shuffling. Its position would
+                stand for other prompts, so some would be repeated and others never seen.
+        """
+        for name, value in self._identity.items():
+            if state.get(name) != value:
+                raise ValueError(f"the checkpoint's prompt order has {name} {state.get(name)}, this run has {value}: "
+                                 "resume with the same data set, seed and data.shuffle, or start a new run")
+        self._position = int(state["position"])
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        # Sorting by hash is a permutation that no version of Python or NumPy can change under a checkpoint.
+        def key(row: int) -> bytes:
+            return hashlib.blake2b(f"{self._seed}:{epoch}:{row}".encode(), digest_size=16).digest()
+
+        return sorted(range(self._rows), key=key)

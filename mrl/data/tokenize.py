@@ -1,0 +1,130 @@
+"""Prompts to token ids, once; generated ids back to text, for rewards and logs only, never to train on."""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from mrl.config import schema
+from mrl.data.prompts import DataError, Row
+
+
+class PromptEncoder:
+    """A model's tokenizer and chat template.
+
+    Args:
+        model_path: Hugging Face model directory or hub id.
+        data: how a row becomes messages, and how long a prompt may be.
+        chat_template: path of a Jinja file that replaces the tokenizer's own template.
+
+    Raises:
+        DataError: no tokenizer, no chat template, or a tokenizer with more ids than the model has embedding rows.
+    """
+
+    def __init__(self, model_path: str, data: schema.Data, chat_template: str | None = None):
+        self._data = data
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"model.path {model_path} has no usable tokenizer: {error}") from error
+        if chat_template is not None:
+            if not Path(chat_template).is_file():
+                raise DataError(f"model.chat_template {chat_template} does not exist: give the path of a Jinja file")
+            self._tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        if not self._tokenizer.chat_template:
+            raise DataError(f"the tokenizer of {model_path} has no chat template: set model.chat_template")
+        self._known_ids = max(self._tokenizer.get_vocab().values()) + 1
+        self._stop_ids = self._find_stop_ids(model_path)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: those of the tokenizer and of the model's generation config, sorted."""
+        return self._stop_ids
+
+    def messages(self, row: Row) -> list[dict[str, Any]]:
+        """The chat a row stands for. A string prompt gets `system_prompt` and `prompt_suffix`, a list is left as is."""
+        prompt = row[self._data.prompt_key]
+        if not isinstance(prompt, str):
+            return list(prompt)
+        system = [] if self._data.system_prompt is None else [{"role": "system", "content": self._data.system_prompt}]
+        return [*system, {"role": "user", "content": prompt + self._data.prompt_suffix}]
+
+    def encode(self, row: Row) -> list[int]:
+        """Token ids of a row's chat up to where the model's answer begins.
+
+        Raises:
+            DataError: longer than `data.max_prompt_tokens`, or the template refuses the messages.
+        """
+        try:
+            # The template writes the special tokens itself; add_special_tokens would double them.
+            text = self._tokenizer.apply_chat_template(self.messages(row), add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise DataError(f"the chat template refuses the prompt {row[self._data.prompt_key]!r:.200}: {error}") from error
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > self._data.max_prompt_tokens:
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens is "
+                                f"{self._data.max_prompt_tokens}: raise it, or set data.overlong_prompt to drop")
+        return ids
+
+    def encode_all(self, rows: Sequence[Row]) -> tuple[list[Row], list[list[int]]]:
+        """Rows and their token ids, without the overlong ones if `data.overlong_prompt` is drop.
+
+        Raises:
+            DataError: naming the 0-based row that cannot be encoded; or no row is left.
+        """
+        kept, encoded = [], []
+        for number, row in enumerate(rows):
+            try:
+                ids = self.encode(row)
+            except PromptTooLong as error:
+                if self._data.overlong_prompt == "drop":
+                    continue
+                raise PromptTooLong(f"row {number}: {error}") from error
+            except DataError as error:
+                raise DataError(f"row {number}: {error}") from error
+            kept.append(row)
+            encoded.append(ids)
+        if not kept:
+            raise DataError(f"all {len(rows)} prompts are longer than data.max_prompt_tokens "
+                            f"({self._data.max_prompt_tokens}) and were dropped: raise it")
+        return kept, encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, special tokens left out.
+
+        Raises:
+            UnknownToken: an id that the tokenizer does not have. A model can emit one if its embedding has more rows
+                than the tokenizer has ids (padding rows).
+        """
+        unknown = sorted({token for token in ids if not 0 <= token < self._known_ids})
+        if unknown:
+            raise UnknownToken(f"token ids {unknown[:10]} are beyond the tokenizer, which has ids 0 to "
+                               f"{self._known_ids - 1}")
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _find_stop_ids(self, model_path: str) -> tuple[int, ...]:
+        config = AutoConfig.from_pretrained(model_path).get_text_config()
+        if self._known_ids > config.vocab_size:
+            raise DataError(f"the tokenizer of {model_path} has ids up to {self._known_ids - 1}, but the model only "
+                            f"{config.vocab_size} embedding rows: they do not belong together")
+        generation = Path(model_path) / "generation_config.json"
+        declared = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+        candidates = [self._tokenizer.eos_token_id, getattr(config, "eos_token_id", None), declared]
+        found: set[int] = set()
+        for candidate in candidates:
+            found.update(candidate if isinstance(candidate, (list, tuple)) else [candidate])
+        stop_ids = tuple(sorted(found - {None}))
+        if not stop_ids:
+            raise DataError(f"neither the tokenizer nor the configuration of {model_path} names an end-of-sequence token")
+        return stop_ids
+
+
+class PromptTooLong(DataError):
+    """A prompt exceeds `data.max_prompt_tokens`."""
+
+
+class UnknownToken(ValueError):
+    """A token id that the tokenizer does not have."""

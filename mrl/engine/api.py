@@ -1,0 +1,81 @@
+"""The types that cross between an engine and the rest of mrl: versions, requests, completions, status, errors.
+
+Nothing here knows which engine serves, and nothing here needs more than the standard library, so every part may
+import it.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Optional
+
+
+class Version(NamedTuple):
+    """A weight version, ordered as a pair: a restarted gang (higher attempt) is newer than any step before it."""
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}:{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Version":
+        """The inverse of str(). ValueError when `text` is not "attempt:step"."""
+        attempt, separator, step = text.partition(":")
+        if not separator or not attempt.isdigit() or not step.isdigit():
+            raise ValueError(f"weight version {text!r} is not of the form 'attempt:step'")
+        return cls(int(attempt), int(step))
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One sequence to sample: token ids in, token ids out.
+
+    The log-probabilities that come back are those of the distribution sampled from, with `temperature` applied.
+    Temperature 0 is greedy decoding.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled. `token_ids` and `log_probs` have one entry a sampled token, an end-of-sequence token included.
+
+    `finish_reason` "length" means cut off at max_tokens; "abort" that the request was aborted half way.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    version: Version
+
+
+class EngineLost(RuntimeError):
+    """The engine died with this request in flight (or has failed for good): ask again, elsewhere or later."""
+
+
+class EngineClosed(RuntimeError):
+    """The gate is closed: the engine holds no committed weights, or is about to receive others. Ask again later."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine says about itself. `incarnation` counts server starts; weights do not survive one.
+
+    `world_size` is the number of its workers that receive weights, each with a rank of its own on every link.
+    """
+
+    index: int
+    incarnation: int
+    state: Literal["starting", "dirty", "serving", "failed"]
+    version: Optional[Version]
+    outstanding_tokens: int
+    error: Optional[str]
+    world_size: int

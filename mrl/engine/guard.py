@@ -1,0 +1,106 @@
+"""A small process that stands between mrl and what it starts, so that nothing outlives mrl, however mrl ends.
+
+`python guard.py PIPE_FD GRACE_S COMMAND…` runs COMMAND and adopts everything that COMMAND's family leaves behind
+(child subreaper). When the pipe's other end closes or says stop, when the parent is gone, or when COMMAND ends, every
+descendant gets SIGTERM, and SIGKILL once GRACE_S seconds have passed. Exits with COMMAND's code (128 + n for signal n).
+
+Standard library only, and nothing of mrl is imported: it starts in milliseconds under any Python.
+"""
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PARENT_POLL_S = 1.0
+REAP_POLL_S = 0.02
+
+
+def prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`; zombies are not living."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if fields[0] != b"Z":
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def signal_all(number: int) -> bool:
+    """Signal every descendant. False when there is none."""
+    pids = descendants(os.getpid())
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+    return bool(pids)
+
+
+def reap(codes: dict[int, int]) -> None:
+    """Collect every child that has ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def main(pipe: int, grace_s: float, command: list[str]) -> int:
+    parent = os.getppid()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in (signal.SIGCHLD, *stop_signals):
+        signal.signal(number, lambda *_: None)
+    # If the guard itself is killed, the command at least must not run on unguarded.
+    child = subprocess.Popen(command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)).pid
+    codes: dict[int, int] = {}
+    stopping = False
+    while child not in codes and not stopping:
+        ready = select.select([pipe, wake_read], [], [], PARENT_POLL_S)[0]
+        if wake_read in ready:
+            stopping = any(number in stop_signals for number in os.read(wake_read, 512))
+        stopping = stopping or pipe in ready or os.getppid() != parent
+        reap(codes)
+
+    deadline = time.monotonic() + grace_s
+    signal_all(signal.SIGTERM)
+    while signal_all(signal.SIGKILL if time.monotonic() > deadline else 0):
+        time.sleep(REAP_POLL_S)
+        reap(codes)
+    reap(codes)
+    code = codes.get(child, -signal.SIGKILL)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    except OSError as error:
+        print(f"cannot start {sys.argv[3:]}: {error}", file=sys.stderr, flush=True)
+        exit_code = 127
+    sys.exit(exit_code)

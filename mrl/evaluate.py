@@ -1,0 +1,64 @@
+"""`mrl eval`: held-out accuracy of a Hugging Face checkpoint, through the same engine, prompts and rewards as training."""
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mrl.cluster.fleet import start_fleet
+from mrl.cluster.launch import stop_on_signals
+from mrl.config.errors import UserError
+from mrl.config.schema import Experiment
+from mrl.engine.api import Version
+
+
+def evaluate(experiment: Experiment, run: Path | None = None, step: int | None = None) -> int:
+    """Print mean@n, best@n and maj@n of the experiment's model.path on data.eval; 0 when done.
+
+    run, step: evaluate that checkpoint of a run instead (the newest without `step`).
+    Samples and logs are kept in a directory under log.dir. Raises UserError when there is nothing to evaluate on.
+    """
+    if run is not None:
+        from mrl.trainer.export import export_run
+
+        with tempfile.TemporaryDirectory(prefix="mrl-eval-") as folder:
+            model = Path(folder) / "hf"
+            export_run(run, step, model)
+            section = experiment.model.model_copy(update={"path": str(model)})
+            return evaluate(experiment.model_copy(update={"model": section}))
+    from mrl.rollout.evaluation import evaluation_metrics
+    from mrl.rollout.service import RolloutService
+
+    if experiment.data.eval is None:
+        raise UserError("data.eval is not set: name the held-out prompts to evaluate on, e.g. data.eval=heldout.jsonl")
+    run_dir = (Path(experiment.log.dir) / f"{experiment.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    (run_dir / "logs").mkdir(parents=True)
+    console = Console()
+    with stop_on_signals(), console.status(f"starting {experiment.rollout.engine}") as status:
+        with start_fleet(experiment, run_dir.name, run_dir, load_weights=True) as fleet:
+            service = RolloutService(experiment, fleet.workers, fleet.engines)
+            service.ask_evaluation(Version(0, 0))
+
+            def beat() -> None:
+                done, n = len(service.groups["eval"]), service.expected["eval"]
+                status.update(f"{done} of {n} prompts sampled {experiment.eval.samples_per_prompt} times each")
+
+            service.wait(beat)
+            groups = service.take("eval")
+    metrics = evaluation_metrics(groups)
+    with open(run_dir / "samples.jsonl", "w", encoding="utf-8") as file:
+        for group in groups:
+            for t in group.trajectories:
+                file.write(json.dumps({"prompt": group.prompt_text, "answer": group.answer, "response": t.response_text,
+                                       "reward": t.reward, "finish_reason": t.finish_reason}) + "\n")
+    (run_dir / "metrics.json").write_text(json.dumps(metrics))
+    table = Table("metric", "value", title=f"{experiment.model.path} on {experiment.data.eval}")
+    for name, value in metrics.items():
+        table.add_row(name.removeprefix("eval/"), f"{value:.4f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    console.print(f"samples: {run_dir}/samples.jsonl")
+    return 0

@@ -1,0 +1,139 @@
+"""The step loop. Every trainer rank runs it; it is the definition of what a step is.
+
+    colocated_sync      train(batch k) → push(v k+1) → ask(k+1) → collect(k+1)
+    one_step_overlap    train(batch k) → collect(k+1) → push(v k+1) → ask(k+2)
+
+Batch k is trained in step k and yields version k+1. At the push point: push → checkpoint → ask for evaluation → ask for
+training. Only rank 0 talks to the rollout side (`rollouts`, `log`); on every other rank both are None.
+"""
+from __future__ import annotations
+
+from mrl.algorithm.grpo import make_loss
+from mrl.cluster.checkpoints import Checkpoints
+from mrl.cluster.gang import Orders, Scatter
+from mrl.config.schema import Experiment
+from mrl.engine.api import Version
+from mrl.observe.clock import Clock
+from mrl.observe.runlog import RunLog
+from mrl.rollout.batch import Batch, check_versions, rollout_metrics, split_batch
+from mrl.rollout.evaluation import evaluation_metrics
+from mrl.rollout.service import RolloutService
+from mrl.rollout.types import Group
+from mrl.stream.sync import WeightSync
+from mrl.trainer.trainer import Trainer
+
+
+class StepLoop:
+    """Wires the parts together; `run` is the training."""
+
+    def __init__(self, experiment: Experiment, trainer: Trainer, sync: WeightSync, orders: Orders, scatter: Scatter,
+                 checkpoints: Checkpoints, rollouts: RolloutService | None, log: RunLog | None, attempt: int):
+        self.experiment, self.trainer, self.sync, self.orders, self.scatter = experiment, trainer, sync, orders, scatter
+        self.checkpoints, self.rollouts, self.log, self.attempt = checkpoints, rollouts, log, attempt
+        self.overlap = experiment.loop.mode == "one_step_overlap"
+        self.steps, self.step = experiment.loop.steps, 0
+        self.groups: list[Group] = []  # the collected, untrained batch, whole; on rank 0
+        self.batch: Batch | None = None  # this replica's share of it
+        self.loss = make_loss(experiment.algorithm)
+        self.clock = Clock()
+
+    @property
+    def version(self) -> Version:
+        return Version(self.attempt, self.step)
+
+    def run(self) -> None:
+        """Train from the newest checkpoint, or from step 0, to `loop.steps`."""
+        self.step, self.groups, has_batch = self.checkpoints.restore(self.trainer, self.rollouts)
+        self.push()
+        self.ask_evaluation()
+        if has_batch:
+            self.share(lag=1)
+        elif self.step < self.steps:
+            self.ask(self.step)
+            self.collect("gen", lag=0)
+        if self.overlap:
+            self.ask(self.step + 1)
+        self.clock.lap()
+
+        while self.step < self.steps:
+            metrics = self.train()
+            self.step += 1
+            last = self.step == self.steps
+            if self.overlap and not last:
+                self.collect("wait_prev_gen", lag=1)
+            self.push()
+            if last or self.checkpoints.due(self.step):
+                with self.clock("checkpoint"):
+                    self.checkpoints.save(self.step, self.trainer, self.rollouts, self.groups)
+            self.ask_evaluation()
+            self.ask(self.step + self.overlap)
+            if not self.overlap and not last:
+                self.collect("gen", lag=0)
+            self.report(metrics)
+        self.wait()  # for the last evaluation
+
+    def train(self) -> dict[str, float]:
+        """Train on the collected batch: `epochs` passes over `minibatches` optimizer steps. Returns its metrics."""
+        algorithm, shape, batch = self.experiment.algorithm, self.experiment.batch, self.batch
+        metrics = rollout_metrics(self.groups, self.version) if self.rollouts else {}
+        if algorithm.old_log_prob == "recompute" and shape.minibatches * shape.epochs > 1:
+            with self.clock("old_log_prob"):
+                batch.add_field("old_log_prob", self.trainer.log_probs(batch.microbatches))
+        if algorithm.kl.coef > 0:
+            with self.clock("ref_log_prob"), self.trainer.use_reference():
+                batch.add_field("ref_log_prob", self.trainer.log_probs(batch.microbatches))
+        with self.clock("update_actor"):
+            updates = [self.trainer.train(microbatches, self.loss)
+                       for _ in range(shape.epochs) for microbatches in batch.minibatches]
+        self.groups, self.batch = [], None
+        for name in updates[0]:
+            metrics[f"actor/{name}"] = sum(update[name] for update in updates) / len(updates)
+        metrics["rollout/logprob_diff"] = updates[0]["logprob_diff"]  # later minibatches differ by design
+        return metrics
+
+    def push(self, engines: list[int] | None = None) -> None:
+        """Send the current weights to all engines, or to the ones named."""
+        with self.clock("sync"):
+            report = self.sync.push(self.version, engines)
+        if self.rollouts:
+            self.rollouts.pushed(report.errors)
+            self.log.push(self.step, report)
+
+    def ask(self, step: int) -> None:
+        """Ask for training batch `step`, if the run has such a step."""
+        if self.rollouts and step < self.steps:
+            self.rollouts.ask_training(step, self.version)
+
+    def ask_evaluation(self) -> None:
+        every = self.experiment.eval.every
+        if self.rollouts and every and (self.step % every == 0 or self.step == self.steps):
+            self.rollouts.ask_evaluation(self.version)
+
+    def collect(self, timing: str, lag: int) -> None:
+        """Wait for the batch asked for, and deal it out; its weights must be `lag` steps old."""
+        with self.clock(timing):
+            self.wait()
+            if self.rollouts:
+                self.groups = self.rollouts.take("train")
+            self.share(lag)
+
+    def wait(self) -> None:
+        """Wait for all that was asked for; meanwhile give the current weights to any engine that restarted."""
+        while engines := self.orders.exchange(self.rollouts and self.rollouts.wait,
+                                              self.experiment.loop.collect_timeout_s):
+            self.push(engines)
+        if self.rollouts and (evaluated := self.rollouts.take("eval")):
+            self.log.evaluation(evaluated[0].version.step, evaluation_metrics(evaluated))
+
+    def share(self, lag: int) -> None:
+        shares = None
+        if self.rollouts:
+            check_versions(self.groups, self.version, lag)
+            self.log.trajectories(self.step, self.groups)
+            shares = split_batch(self.groups, self.experiment, self.trainer.layout.dp)
+        self.batch = self.scatter(shares)
+
+    def report(self, metrics: dict[str, float]) -> None:
+        timings = {f"timing/{name}": seconds for name, seconds in self.clock.lap().items()}
+        if self.log:
+            self.log.step(self.step, {**metrics, **timings})

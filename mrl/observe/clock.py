@@ -1,0 +1,42 @@
+"""The step's timings, on the trainer's clock."""
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import Iterator
+
+
+class Clock:
+    """Adds up seconds by name. Every moment counts for one name: a timing inside another suspends the outer one.
+
+    `lap` closes a step, so that step = every named part + other, exactly.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.running: list[str] = []
+        self.began = self.mark = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._charge()
+        self.running.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self.running.pop()
+
+    def lap(self) -> dict[str, float]:
+        """The timings since the last lap, in seconds: each part, `step` (all of it) and `other` (what no part covers)."""
+        self._charge()
+        step, parts = self.mark - self.began, self.seconds
+        self.began, self.seconds = self.mark, {}
+        return {**parts, "step": step, "other": step - sum(parts.values())}
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self.running:
+            name = self.running[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.mark
+        self.mark = now

@@ -1,0 +1,76 @@
+"""What a run writes about itself: metrics.jsonl, TensorBoard, readable trajectories, and the progress line."""
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from mrl.config.schema import Log
+from mrl.rollout.types import Group
+
+
+class RunLog:
+    """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
+
+    def __init__(self, run_dir: Path, log: Log, steps: int):
+        self.log, self.steps = log, steps
+        self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
+        self.trajectory_dir = run_dir / "trajectories"
+        self.trajectory_dir.mkdir(exist_ok=True)
+        self.board = None
+        if log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches the run."""
+        self.console.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, step)
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """The metrics of one training step, and its progress line."""
+        self.metrics(step, {"kind": "train", **values})
+        parts = " ".join(f"{name} {values[f'timing/{name}']:.2f}" for name in (
+            "gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "update_actor", "sync", "checkpoint")
+            if values.get(f"timing/{name}", 0) >= 0.005)
+        self.say(f"step {step}/{self.steps} reward {values['reward/mean']:.3f} acc {values['rollout/accuracy']:.3f} "
+                 f"len {values['rollout/response_length']:.1f} logprob_diff {values['rollout/logprob_diff']:.4f} "
+                 f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Held-out results of the weights after `step` steps."""
+        self.metrics(step, {"kind": "eval", **values})
+        shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
+        self.say(f"evaluation after step {step}: {shown} ({values['eval/prompts']} prompts)")
+
+    def push(self, step: int, report) -> None:
+        """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""
+        self.metrics(step, {"kind": "sync", **report.metrics()})
+        for index, error in report.errors.items():
+            if error:
+                self.say(f"engine {index} did not take the weights of step {step}: {error}")
+
+    def trajectories(self, step: int, groups: list[Group]) -> None:
+        """A few sampled trajectories, one JSON object a line."""
+        chosen = [(g, t) for g in groups for t in g.trajectories[:1]][:self.log.trajectories_per_step]
+        if not chosen:
+            return
+        with open(self.trajectory_dir / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
+            for group, t in chosen:
+                file.write(json.dumps({
+                    "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,
+                    "reward": t.reward, "reward_error": t.reward_error, "finish_reason": t.finish_reason,
+                    "version": str(t.version), "group": group.request.group_id}, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self.metrics_file.close()
+        self.console.close()
+        if self.board:
+            self.board.close()

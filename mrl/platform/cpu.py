@@ -1,0 +1,150 @@
+"""CPU over gloo, and every change that Megatron needs to run there.
+
+Megatron asks `torch.cuda` for devices, streams and generators. Each patch below answers such a question for the CPU.
+They are process-wide and only ever installed in processes that run a trainer on the CPU.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import resource
+from typing import Any, Callable
+
+import torch
+
+from mrl.platform.base import Platform
+
+
+class CpuPlatform(Platform):
+    """One process per rank, fp32 or bf16, gloo."""
+
+    name = "cpu"
+    backend = "gloo"
+    uses_te = False
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, local_rank: int) -> None:
+        """There is one CPU; nothing to choose."""
+
+    def install(self) -> None:
+        if torch.cuda.current_device is not _current_device:
+            _patch_torch_cuda()
+            _patch_tensor_methods()
+            _patch_factories()
+            _patch_megatron()
+
+    def synchronize(self) -> None:
+        """CPU work is done when the call returns."""
+
+    def memory(self) -> dict[str, float]:
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"allocated": resident / 2**30, "peak": peak / 2**30}
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+def _current_device() -> str:
+    # Megatron passes this on as `device=…`, so the answer must be a device that exists.
+    return "cpu"
+
+
+def _do_nothing() -> Callable[..., None]:
+    """A new function that stands in for one that orders or flushes GPU work."""
+    return lambda *_args, **_kwargs: None
+
+
+class _Event:
+    """CPU work is finished when its call returns, so every event has already happened."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _do_nothing()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: "_Event") -> float:
+        return 0.0
+
+
+class _Stream(_Event):
+    wait_stream = wait_event = _do_nothing()
+
+    def record_event(self, *_args: Any) -> _Event:
+        return _Event()
+
+
+def _patch_torch_cuda() -> None:
+    cuda = torch.cuda
+    # Parameters, activations and receive buffers are allocated on torch.cuda.current_device().
+    cuda.current_device = _current_device
+    # Schedules, pipeline communication and the gradient buffers order their work with streams and events. Each name
+    # gets a function of its own: torch's compiler keeps a table of them and refuses one under two names.
+    cuda.set_device, cuda.synchronize, cuda.empty_cache = (_do_nothing() for _ in range(3))
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_: _Stream()
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    # The tensor-parallel random tracker seeds, saves and restores the GPU generator.
+    cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    # Gradient clipping and counting write into torch.cuda.FloatTensor([…]).
+    cuda.FloatTensor, cuda.IntTensor, cuda.LongTensor = torch.FloatTensor, torch.IntTensor, torch.LongTensor
+
+
+def _patch_tensor_methods() -> None:
+    # Losses, token counts and tied embeddings are moved to "the GPU" with .cuda().
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
+    real_type = torch.Tensor.type
+
+    @functools.wraps(real_type)
+    def type_as_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The distributed optimizer tells fp32 from bf16 parameters by the *string* 'torch.cuda.FloatTensor'.
+        out = real_type(self, *args, **kwargs)
+        return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
+
+    torch.Tensor.type = type_as_on_gpu
+
+
+def _patch_factories() -> None:
+    # Schedules, the optimizer and gradient norms hard-code device="cuda" in these factories.
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
+
+
+def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _patch_megatron() -> None:
+    # Small fused functions are decorated with torch.compile on import: loading the compiler costs seconds, and using
+    # them a C++ compiler run each, for no gain on the CPU.
+    real_compile, torch.compile = torch.compile, lambda function: function
+    try:
+        import megatron.core.jit as jit
+        import megatron.core.tensor_parallel.random as random
+    finally:
+        torch.compile = real_compile
+    jit.disable_jit_fuser()
+
+    # These two reach into CUDA's C++ generators, past torch.cuda.
+    random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)

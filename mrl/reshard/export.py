@@ -1,0 +1,140 @@
+"""Megatron shards of all ranks back into a Hugging Face checkpoint: offline, in one process."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Callable, Iterable, Iterator
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.reshard.layout import Coord, Layout
+from mrl.reshard.load import INDEX_FILE, SINGLE_FILE
+from mrl.reshard.params import Column, exported_params, hf_shapes
+from mrl.reshard.spec import ModelSpec, read_config
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+# What a model directory holds besides weights and config.json.
+_SIDE_FILES = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template*", "*.jinja", "LICENSE*",
+)
+
+
+def export_tensors(
+    spec: ModelSpec, layout: Layout, get_local: Callable[[Coord, str], Tensor], te: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of the model exactly once, in model order, assembled on the CPU in the shards' dtype.
+
+    `get_local(coord, name)` returns the contiguous shard of a Megatron parameter (or of anything shaped like it, for
+    example its gradient) on the rank at `coord`; it is asked once per shard. ValueError for a shard of another shape
+    than planned.
+    """
+    for stage in range(layout.pp):
+        for column in exported_params(spec, layout, stage, te):
+            yield from _assemble(column, stage, get_local).items()
+
+
+@torch.no_grad()
+def _assemble(column: Column, stage: int, get_local: Callable[[Coord, str], Tensor]) -> dict[str, Tensor]:
+    """The HF tensors of one parameter."""
+    out: dict[str, Tensor] = {}
+    for tp, param in enumerate(column):
+        leaving = [piece for piece in param.pieces if piece.leaves]
+        if not leaving:
+            continue
+        shard = get_local(Coord(tp=tp, pp=stage), param.name)
+        if tuple(shard.shape) != param.shape:
+            raise ValueError(f"{param.name} on tp {tp}, pp {stage} is {tuple(shard.shape)}, expected {param.shape}")
+        if not out:
+            out = {name: torch.empty(shape, dtype=shard.dtype) for name, shape in hf_shapes(column).items()}
+        for piece in leaving:
+            piece.of_hf(out[piece.hf]).copy_(piece.of_local(shard))
+    return out
+
+
+def save_hf(
+    tensors: Iterable[tuple[str, Tensor]], source_dir: str | Path, out_dir: str | Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Writes `tensors` as a Hugging Face model directory that transformers and the engines load.
+
+    Weights go into safetensors files of at most `max_shard_bytes` (a larger tensor gets its own), with an index when
+    there are several. config.json, with the dtype of the written weights, tokenizer, chat template and generation
+    config come from `source_dir`. The directory appears whole or not at all. FileExistsError when `out_dir` exists and
+    is not an empty directory.
+    """
+    out = Path(out_dir)
+    config = read_config(source_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not empty: choose another output directory or remove it")
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        dtypes = _write_weights(tensors, partial, max_shard_bytes)
+        _write_config(config, dtypes, partial)
+        for pattern in _SIDE_FILES:
+            for file in Path(source_dir).glob(pattern):
+                shutil.copy(file, partial / file.name)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return out
+
+
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int) -> set[torch.dtype]:
+    """Streams tensors into numbered files, holding one file's worth in memory; returns the dtypes seen."""
+    shard_of: dict[str, int] = {}
+    dtypes: set[torch.dtype] = set()
+    total = count = 0
+    for count, shard in enumerate(_shards(tensors, max_bytes), start=1):
+        again = sorted(shard.keys() & shard_of.keys())
+        if again:
+            raise ValueError(f"exported twice: {', '.join(again)}")
+        save_file(shard, directory / _part(count), metadata={"format": "pt"})
+        shard_of.update(dict.fromkeys(shard, count))
+        dtypes.update(tensor.dtype for tensor in shard.values())
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if not count:
+        raise ValueError("no tensors to export")
+    final = {i: SINGLE_FILE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    for i, name in final.items():
+        (directory / _part(i)).rename(directory / name)
+    if count > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: final[i] for name, i in shard_of.items()}}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return dtypes
+
+
+def _part(number: int) -> str:
+    """Name of a weight file while the number of files is not known yet."""
+    return f"part-{number}.safetensors"
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors of at most `max_bytes` together (or one that alone has more)."""
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        if name in shard:
+            raise ValueError(f"exported twice: {name}")
+        if shard and filled + tensor.nbytes > max_bytes:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        filled += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _write_config(config: dict, dtypes: set[torch.dtype], directory: Path) -> None:
+    """config.json as it was, except that it names the dtype the weights now have (when it is one)."""
+    if len(dtypes) == 1:
+        key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 writes dtype, and reads both
+        config = {**config, key: str(*dtypes).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

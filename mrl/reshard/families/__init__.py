@@ -1,0 +1,25 @@
+"""The model families mrl knows: one file each, listed here, found by the architecture a config.json names."""
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from mrl.reshard.families.llama import LLAMA
+from mrl.reshard.families.qwen2 import QWEN2
+from mrl.reshard.families.qwen3 import QWEN3
+from mrl.reshard.rules import Family
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: by `architectures`, or by `model_type` where that is not given.
+
+    ValueError, listing what is known, for any other architecture.
+    """
+    named = hf_config.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in named or not named and family.model_type == hf_config.get("model_type"):
+            return family
+    found = f"architectures {named}" if named else f"model_type {hf_config.get('model_type')!r}"
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"config.json: {found} is not supported; known are {known} (docs/adding_a_model.md)")

@@ -1,0 +1,44 @@
+"""Spreads requests over the engines: least outstanding tokens first, and again elsewhere when an engine is lost."""
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ray.exceptions import RayActorError
+
+from mrl.engine.api import Completion, EngineClosed, EngineLost, GenerateRequest
+
+
+class Router:
+    """Sends each request to the engine that has the fewest tokens still to produce.
+
+    engines: handles of EngineServer actors. A closed or lost engine is left alone for `retry_s` seconds; a request
+    waits, however many engines come and go, until `deadline_s` has passed.
+    """
+
+    def __init__(self, engines: list, deadline_s: float, retry_s: float = 0.2):
+        self.engines = engines
+        self.deadline_s = deadline_s
+        self.retry_s = retry_s
+        self.outstanding = [0] * len(engines)
+        self.resting_until = [0.0] * len(engines)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline."""
+        deadline = time.monotonic() + self.deadline_s
+        cost = len(request.prompt_ids) + request.max_tokens
+        while (now := time.monotonic()) < deadline:
+            ready = [i for i in range(len(self.engines)) if self.resting_until[i] <= now]
+            if not ready:
+                await asyncio.sleep(self.retry_s / 2)
+                continue
+            index = min(ready, key=self.outstanding.__getitem__)
+            self.outstanding[index] += cost
+            try:
+                return await self.engines[index].generate.remote(request)
+            except (EngineLost, EngineClosed, RayActorError):
+                self.resting_until[index] = time.monotonic() + self.retry_s
+            finally:
+                self.outstanding[index] -= cost
+        raise TimeoutError(
+            f"no engine answered a request within loop.collect_timeout_s={self.deadline_s:.0f}: see logs/engine_*.log")

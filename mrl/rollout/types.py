@@ -1,0 +1,67 @@
+"""What travels between the step loop and the rollout workers: requests for groups, and the groups they become."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from mrl.engine.api import Version
+
+Kind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume."""
+
+    group_id: int
+    prompt_index: int
+    step: int
+    samples: int
+    kind: Kind
+
+
+@dataclass
+class Trajectory:
+    """One sampled episode. In every per-token array, the value at index t belongs to token t.
+
+    tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
+    rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
+    finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_log_prob: np.ndarray
+    version: Version
+    finish_reason: str
+    response_text: str
+    reward: float = 0.0
+    reward_error: str | None = None
+    extracted: str | None = None
+
+    @property
+    def response_length(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass
+class Group:
+    """All samples of one prompt, every one of them sampled from the same weight version.
+
+    regenerated: an engine was lost while the group was sampled, so that it comes from other weights than asked for.
+    started, finished: wall clock, seconds since the epoch.
+    """
+
+    request: GroupRequest
+    prompt_text: str
+    answer: str
+    trajectories: list[Trajectory] = field(default_factory=list)
+    regenerated: bool = False
+    started: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def version(self) -> Version:
+        return self.trajectories[0].version

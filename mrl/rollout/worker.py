@@ -1,0 +1,120 @@
+"""The rollout worker: turns group requests into groups of scored trajectories, off the trainers' interpreter.
+
+A Ray actor on CPU. It owns the prompts, the tokenizer and the verifiers, and reaches engines only through their gates.
+"""
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from mrl.config.schema import Experiment
+from mrl.data.prompts import load_prompts
+from mrl.data.seeds import request_seed
+from mrl.data.tokenize import PromptEncoder
+from mrl.engine.api import GenerateRequest, Version
+from mrl.reward.pool import RewardPool
+from mrl.rollout.router import Router
+from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
+
+
+class RolloutWorker:
+    """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
+
+    def __init__(self, experiment: Experiment, engines: list):
+        self.experiment = experiment
+        self.router = Router(engines, experiment.loop.collect_timeout_s)
+        self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
+        self.rewards = RewardPool(experiment.reward)
+        self.rows, self.prompts = {}, {}
+        for kind, source in (("train", experiment.data.train), ("eval", experiment.data.eval)):
+            rows = load_prompts(source, experiment.data) if source else []
+            self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
+        self.done: list[Group] = []
+        self.tasks: set[asyncio.Task] = set()
+        self.failure: BaseException | None = None
+        self.progress = asyncio.Event()
+
+    async def sizes(self) -> dict[Kind, int]:
+        """Usable prompts of each kind."""
+        return {kind: len(rows) for kind, rows in self.rows.items()}
+
+    async def ask(self, requests: list[GroupRequest], version: Version) -> None:
+        """Begin sampling `requests`; `version` is what the engines serve now."""
+        for request in requests:
+            task = asyncio.get_running_loop().create_task(self._run_group(request, version))
+            self.tasks.add(task)
+            task.add_done_callback(self._finished)
+
+    async def collect(self, timeout_s: float) -> list[Group]:
+        """The groups finished since the last call, as soon as nothing is running; what there is after `timeout_s`.
+
+        Raises what broke a group.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (self.tasks or not self.done) and self.failure is None and (left := deadline - time.monotonic()) > 0:
+            self.progress.clear()
+            try:
+                await asyncio.wait_for(self.progress.wait(), left)
+            except TimeoutError:
+                break
+        if self.failure is not None:
+            raise RuntimeError(f"a rollout failed: {self.failure!r}") from self.failure
+        done, self.done = self.done, []
+        return done
+
+    async def cancel(self) -> None:
+        """Forget everything asked for so far: the trainers were restarted and will ask again."""
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.failure, self.done = None, []
+
+    async def close(self) -> None:
+        await self.cancel()
+        self.rewards.close()
+
+    def _finished(self, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = self.failure or task.exception()
+        self.progress.set()
+
+    async def _run_group(self, request: GroupRequest, asked: Version) -> None:
+        started = time.time()
+        while True:
+            trajectories = await asyncio.gather(*(self._sample(request, i) for i in range(request.samples)))
+            if len({t.version for t in trajectories}) == 1:
+                break  # an engine lost half way leaves samples of two versions behind: sample the whole group again
+        row = self.rows[request.kind][request.prompt_index]
+        group = Group(request, self.encoder.decode(self.prompts[request.kind][request.prompt_index]),
+                      str(row[self.experiment.data.answer_key]), list(trajectories), started=started)
+        group.regenerated = group.version != asked
+        group.finished = time.time()
+        await asyncio.gather(*(self._score(group, row, t) for t in group.trajectories))
+        self.done.append(group)
+
+    async def _sample(self, request: GroupRequest, sample: int) -> Trajectory:
+        experiment, prompt = self.experiment, self.prompts[request.kind][request.prompt_index]
+        sampling = experiment.rollout.sampling
+        greedy = request.kind == "eval" and experiment.eval.temperature == 0
+        completion = await self.router.generate(GenerateRequest(
+            prompt_ids=prompt,
+            seed=request_seed(experiment.seed, request.step, request.prompt_index, sample),
+            max_tokens=sampling.max_response_tokens,
+            temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=-1 if greedy else sampling.top_k,
+            stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
+        ))
+        total, start = len(prompt) + len(completion.token_ids), len(prompt)
+        tokens, mask, log_probs = np.empty(total, np.int64), np.zeros(total, bool), np.zeros(total, np.float32)
+        tokens[:start], tokens[start:] = prompt, completion.token_ids
+        mask[start:], log_probs[start:] = True, completion.log_probs
+        return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
+                          self.encoder.decode(completion.token_ids))
+
+    async def _score(self, group: Group, row: dict, trajectory: Trajectory) -> None:
+        result = await self.rewards.score(group.prompt_text, trajectory.response_text, group.answer, row)
+        trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted

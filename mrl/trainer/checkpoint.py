@@ -1,0 +1,145 @@
+"""Checkpoints of a training run: everything that a resumed gang of the same layout needs, and nothing of the loop.
+
+A directory holds
+    meta.json                               layout, optimizer steps, versions
+    weights_tp{t}_pp{p}.safetensors         Megatron names, written by data-parallel rank 0
+    state_rank{r}.pt                        this rank's shard of moments and fp32 masters, and its random state
+It appears whole or not at all. All ranks must see the same file system.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+
+from mrl.reshard import Layout
+from mrl.trainer.files import META, read_meta, state_file, weights_file
+
+if TYPE_CHECKING:
+    from mrl.trainer.trainer import Trainer
+
+
+def save(trainer: Trainer, directory: Path) -> None:
+    """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
+    partial = directory.with_name(directory.name + ".tmp")
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    if trainer.dp_rank == 0:
+        # Copies: a live parameter is a view of Megatron's flat buffer, which would be written whole.
+        weights = {name: param.to("cpu", copy=True) for name, param in trainer.local_params().items()}
+        save_file(weights, partial / weights_file(trainer.coord))
+    torch.save(_rank_state(trainer), partial / state_file(dist.get_rank()))
+    if first:
+        (partial / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+    if first:
+        _replace(partial, directory)
+    dist.barrier()
+
+
+def load(trainer: Trainer, directory: Path) -> None:
+    """Restore a checkpoint into a trainer of the same model, layout and dtype. Collective.
+
+    Raises:
+        FileNotFoundError: not a checkpoint.
+        ValueError: written under another layout, or with other parameters.
+    """
+    layout, meta = read_meta(directory)
+    if layout != trainer.layout:
+        raise ValueError(f"{directory} was written with {_words(layout)}, this run has {_words(trainer.layout)}; resume "
+                         f"with the same trainer.parallel and number of trainer ranks, or start from an export of it")
+    params = trainer.local_params()
+    weights = load_file(directory / weights_file(trainer.coord))
+    _check(params, weights, directory)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(weights[name])
+    state = torch.load(directory / state_file(dist.get_rank()), map_location="cpu", weights_only=True)
+    for optimizer, saved in zip(trainer.optimizer.inner, state["optimizers"], strict=True):
+        _load_optimizer(optimizer, saved)
+    trainer.optimizer.resume_schedule(meta["optimizer_steps"])
+    _set_rng_state(trainer, state["rng"])
+
+
+def _meta(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "layout": dataclasses.asdict(trainer.layout),
+        "optimizer_steps": trainer.optimizer.steps,
+        "transformer_engine": trainer.te,
+        "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
+    }
+
+
+def _replace(partial: Path, directory: Path) -> None:
+    old = directory.with_name(directory.name + ".old")
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _rank_state(trainer: Trainer) -> dict[str, Any]:
+    return {"optimizers": [_optimizer_state(optimizer) for optimizer in trainer.optimizer.inner],
+            "rng": _rng_state(trainer)}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Moments and masters of this rank's shard. What the experiment file decides (lr, betas, …) is not in it."""
+    return {
+        "state": optimizer.state_dict()["state"],
+        # Transformer Engine's Adam counts its steps per group, torch's per parameter (inside "state").
+        "group_steps": [group.get("step") for group in optimizer.param_groups],
+        "masters": [param.detach().to("cpu", copy=True) for group in optimizer.param_groups for param in group["params"]],
+    }
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    merged = optimizer.state_dict() | {"state": saved["state"]}
+    for group, step in zip(merged["param_groups"], saved["group_steps"], strict=True):
+        if step is not None:
+            group["step"] = step
+    optimizer.load_state_dict(merged)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch.no_grad():
+        for param, master in zip(params, saved["masters"], strict=True):
+            param.copy_(master)
+
+
+def _rng_state(trainer: Trainer) -> dict[str, Any]:
+    return {"python": random.getstate(), "cpu": torch.get_rng_state(), "device": trainer.platform.rng_state(),
+            "tensor_parallel": get_cuda_rng_tracker().get_states()}
+
+
+def _set_rng_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    trainer.platform.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
+
+
+def _check(params: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], directory: Path) -> None:
+    """Same names, shapes and dtypes."""
+    def describe(tensors: dict[str, torch.Tensor], name: str) -> str:
+        return f"{tuple(tensors[name].shape)} {tensors[name].dtype}" if name in tensors else "absent"
+
+    if wrong := [f"{name}: {describe(weights, name)} in the file, {describe(params, name)} in the model"
+                 for name in sorted(params.keys() | weights.keys()) if describe(weights, name) != describe(params, name)]:
+        raise ValueError(f"{directory} holds other parameters than this run's model "
+                         f"({len(wrong)} differ; check model.path and model.dtype):\n  " + "\n  ".join(wrong[:10]))
+
+
+def _words(layout: Layout) -> str:
+    return f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"

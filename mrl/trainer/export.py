@@ -1,0 +1,51 @@
+"""A checkpoint of a run as an ordinary Hugging Face model directory: offline, one process, no torch.distributed."""
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from mrl.config.load import load_experiment
+from mrl.reshard import Coord, model_spec, read_config
+from mrl.reshard.export import export_tensors, save_hf
+from mrl.trainer.files import model_directory, read_meta, weights_file
+
+
+def export_run(run: Path, step: int | None, out: Path) -> Path:
+    """Write the checkpoint of step `step` (None: the newest) of run directory `run` to the new directory `out`.
+
+    Raises:
+        FileNotFoundError: no such run, or no checkpoint of that step; the steps that exist are listed.
+        FileExistsError: `out` is not empty.
+    """
+    checkpoint = _checkpoint(run, step)
+    experiment = load_experiment(run / "config.yaml")
+    return export_checkpoint(checkpoint, model_directory(experiment.model.path), out)
+
+
+def export_checkpoint(checkpoint: Path, model: Path, out: Path) -> Path:
+    """Write `checkpoint` to `out`; config and tokenizer come from `model`, the directory that training began from."""
+    layout, meta = read_meta(checkpoint)
+    with ExitStack() as stack:
+        files = {coord: stack.enter_context(safe_open(checkpoint / weights_file(coord), framework="pt"))
+                 for coord in layout.shards()}
+
+        def shard(coord: Coord, name: str) -> Tensor:
+            return files[coord].get_tensor(name)
+
+        tensors = export_tensors(model_spec(read_config(model)), layout, shard, te=meta["transformer_engine"])
+        return save_hf(tensors, model, out)
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    folder = run / "checkpoints"
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", path.name))}
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no checkpoints (step_N); is {run} a run directory?")
+    wanted = max(found) if step is None else step
+    if wanted not in found:
+        raise FileNotFoundError(f"no checkpoint of step {wanted} in {folder}; there are {sorted(found)}")
+    return found[wanted]

@@ -1,0 +1,39 @@
+"""Where weights lie on disk: model directories, and the files of a checkpoint. Imports neither torch nor Megatron."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import is_hub_id
+from mrl.reshard import Coord, Layout
+
+META = "meta.json"
+
+
+def model_directory(path: str) -> Path:
+    """The directory of `model.path`; a hub id is downloaded into the Hugging Face cache first."""
+    if not is_hub_id(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path))
+
+
+def weights_file(coord: Coord) -> str:
+    """Name of the file with the weights of one (tp, pp) shard."""
+    return f"weights_tp{coord.tp}_pp{coord.pp}.safetensors"
+
+
+def state_file(rank: int) -> str:
+    """Name of the file with a rank's optimizer shard and random state."""
+    return f"state_rank{rank}.pt"
+
+
+def read_meta(directory: Path) -> tuple[Layout, dict[str, Any]]:
+    """Layout and the other entries of meta.json. FileNotFoundError when `directory` holds no complete checkpoint."""
+    file = directory / META
+    if not file.is_file():
+        raise FileNotFoundError(f"{directory} is not a checkpoint: it has no {META}")
+    meta = json.loads(file.read_text(encoding="utf-8"))
+    return Layout(**meta.pop("layout")), meta

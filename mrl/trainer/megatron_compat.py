@@ -1,0 +1,79 @@
+"""The one place where versions of megatron-core differ, and where mrl changes Megatron on every platform.
+
+Supported: 0.16 (the newest for Python 3.11) to 0.19 (Python 3.12). `platform.install()` must have run before this
+module is imported.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
+
+SUPPORTED = ((0, 16), (0, 19))
+
+
+def install() -> None:
+    """Check the version and replace Megatron's rotary embedding of packed sequences. Idempotent.
+
+    Raises:
+        RuntimeError: a megatron-core outside the supported range.
+    """
+    version = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
+    if not SUPPORTED[0] <= version <= SUPPORTED[1]:
+        raise RuntimeError(f"megatron-core {megatron.core.__version__} is installed; supported: 0.16 to 0.19")
+    # Megatron slices the tensor once per sequence, per layer, with a device synchronisation each time.
+    rope_utils._apply_rotary_pos_emb_thd = rotary_of_packed
+
+
+def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
+                     mscale: float = 1.0, **_: Any) -> torch.Tensor:
+    """Rotary embedding of packed sequences, positions restarting with each.
+
+    Args:
+        t: [tokens, heads, d] queries or keys.
+        cu_seqlens: int32 [sequences + 1], where each sequence starts in `t`; the last is `tokens`.
+        freqs: [at least the longest sequence, 1, 1, d] angles by position.
+        _: the MLA interleaving flag (renamed in 0.19) and the context-parallel group; neither is in use.
+    """
+    position = positions(cu_seqlens, t.shape[0])
+    return rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), freqs.index_select(0, position), rotary_interleaved=rotary_interleaved, mscale=mscale,
+    ).squeeze(1)
+
+
+def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """int64 [tokens]: index of each token inside its sequence."""
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.bucketize(index, cu_seqlens[1:].long(), right=True)
+    return index - cu_seqlens.long()[sequence]
+
+
+def block_spec(config, te: bool) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    else:
+        layer, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def inner_optimizers(optimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's; it chains them when it needs several, and some stages may have none."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner.optimizer for inner in chained if inner.optimizer is not None]

@@ -1,0 +1,103 @@
+"""Adam with Megatron's distributed optimizer, the learning-rate schedule, and one guarded step."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mrl.config.schema import Optimizer as OptimizerSection
+from mrl.trainer import megatron_compat
+
+
+def wrap_data_parallel(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
+    """Gradients in flat fp32 buffers, summed over data-parallel ranks; parameters move into flat buffers too."""
+    return DistributedDataParallel(config, DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False), model)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """2-norm of the whole model's gradient before clipping; NaN or inf when it was not finite."""
+    lr: float
+    """Learning rate of this step."""
+    skipped: bool
+    """The gradient was not finite: parameters and moments are unchanged."""
+
+
+class GuardedOptimizer:
+    """Clip, check, step, schedule. Built after the weights are loaded: bf16 weights are copied into fp32 masters."""
+
+    def __init__(self, model: DistributedDataParallel, section: OptimizerSection, dtype: torch.dtype,
+                 total_steps: int) -> None:
+        self.clip_grad = section.clip_grad
+        self.megatron = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
+            adam_beta1=section.betas[0], adam_beta2=section.betas[1], adam_eps=section.eps,
+            clip_grad=section.clip_grad, use_distributed_optimizer=True,
+            bf16=dtype == torch.bfloat16, params_dtype=dtype,
+        ), [model], use_gloo_process_groups=False)
+        self.schedule = _schedule(self.megatron, section, total_steps)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.schedule.num_steps
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers that hold this rank's shard: moments, and fp32 masters as their parameters."""
+        return megatron_compat.inner_optimizers(self.megatron)
+
+    def zero_grad(self) -> None:
+        """Forget gradients outside the flat buffers."""
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """One step on the gradients in the model's buffers. Collective.
+
+        A gradient that is not finite changes nothing but the schedule, which counts steps of the loop.
+        """
+        # Megatron advances a schedule after the step; then a warm-up would spend its first step on lr 0.
+        self.schedule.step(increment=1)
+        self.megatron.prepare_grads()
+        clip = self.clip_grad > 0
+        norm = float(self.megatron.clip_grad_norm(self.clip_grad) if clip else self.megatron.get_grad_norm())
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self.megatron.step_with_ready_grads()
+        return StepReport(norm, max(group["lr"] for group in self.megatron.param_groups), skipped)
+
+    def resume_schedule(self, steps: int) -> None:
+        """Continue the schedule after `steps` optimizer steps."""
+        self.schedule.num_steps = 0
+        self.schedule.step(increment=steps)
+
+
+def _schedule(optimizer, section: OptimizerSection, total_steps: int) -> OptimizerParamScheduler:
+    """lr at step k = 1 … total_steps: a linear warm-up that reaches `lr` at k = warmup_steps, then the decay.
+
+    The decay reaches `min_lr` one step after the last, so that no step is spent on a learning rate of 0.
+
+    Raises:
+        ValueError: the warm-up is longer than the run, or min_lr is above lr.
+    """
+    if section.warmup_steps > total_steps:
+        raise ValueError(f"trainer.optimizer.warmup_steps is {section.warmup_steps}, but the run has only "
+                         f"{total_steps} optimizer steps")
+    if section.min_lr > section.lr:
+        raise ValueError(f"trainer.optimizer.min_lr {section.min_lr} is above lr {section.lr}")
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=section.lr, min_lr=section.min_lr, lr_warmup_steps=section.warmup_steps,
+        lr_decay_steps=total_steps + 1, lr_decay_style=section.schedule, start_wd=section.weight_decay,
+        end_wd=section.weight_decay, wd_incr_steps=total_steps + 1, wd_incr_style="constant",
+    )

@@ -1,0 +1,56 @@
+"""Megatron's process groups for one layout, and this rank's place in them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from mrl.config.schema import TrainerParallel
+from mrl.reshard import Coord, Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layout and where this rank stands in it."""
+
+    layout: Layout
+    coord: Coord
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits and losses."""
+        return self.layout.is_last(self.coord)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel group; None where there is nothing to reduce."""
+        return parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
+
+
+def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
+    """Build Megatron's process groups (once per process and layout) and seed its generators. Collective.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of tp * pp.
+    """
+    world, replica = dist.get_world_size(), parallel.tp * parallel.pp
+    if world % replica:
+        raise ValueError(f"{world} trainer ranks cannot be split into replicas of trainer.parallel.tp {parallel.tp} * "
+                         f"pp {parallel.pp} = {replica} ranks")
+    layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=world // replica)
+    if not _entered(layout):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+            create_gloo_process_groups=False,
+        )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Place(layout, layout.coord(dist.get_rank()))
+
+
+def _entered(layout: Layout) -> bool:
+    return (parallel_state.model_parallel_is_initialized()
+            and parallel_state.get_tensor_model_parallel_world_size() == layout.tp
+            and parallel_state.get_pipeline_model_parallel_world_size() == layout.pp)

@@ -1,0 +1,205 @@
+"""The trainer of one rank: forward, backward, optimizer step, log-probabilities, reference weights, checkpoints.
+
+All methods that compute are collective: every rank of the gang calls them in the same order.
+"""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import AutoConfig
+
+from mrl.config.schema import Experiment
+from mrl.platform import Platform
+from mrl.reshard import Coord, Layout, local_params, model_spec, read_config
+from mrl.reshard.load import load_hf
+from mrl.trainer import checkpoint, megatron_compat
+from mrl.trainer.files import model_directory
+from mrl.trainer.local_layers import PackedSequences
+from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy
+from mrl.trainer.metrics import gather_metrics, sum_metrics
+from mrl.trainer.microbatch import Packed, Sample, pack
+from mrl.trainer.model import build_model, transformer_config
+from mrl.trainer.optimizer import GuardedOptimizer, wrap_data_parallel
+from mrl.trainer.parallel import enter_layout
+from mrl.trainer.reference import Reference
+
+LossFn = Callable[[torch.Tensor, torch.Tensor, Sample], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log_probs fp32 [N], entropy fp32 [N], packed fields [N] each) -> (scalar to be summed over all microbatches and
+data-parallel ranks, scalar metrics to be summed likewise; names ending in `_max` are maximised)."""
+
+
+class Trainer:
+    """Megatron on this rank. Needs an initialised default process group and `platform.install()` before import."""
+
+    def __init__(self, experiment: Experiment, platform: Platform, total_steps: int) -> None:
+        """Build the model, load the weights of `model.path`, build the optimizer.
+
+        Args:
+            experiment: the sections model, trainer, rollout.sampling.temperature, algorithm.kl and seed are used.
+            platform: where to compute.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        """
+        megatron_compat.install()
+        self.experiment, self.platform = experiment, platform
+        self.te = platform.uses_te
+        self.place = enter_layout(experiment.trainer.parallel, experiment.seed)
+        path = model_directory(experiment.model.path)
+        self.spec = model_spec(read_config(path))
+        self.plans = local_params(self.spec, self.layout, self.coord, self.te)
+        self.dtype = getattr(torch, experiment.model.dtype)
+
+        self.config = transformer_config(self.spec, experiment.trainer.parallel, self.dtype, self.te)
+        gpt = build_model(self.spec, AutoConfig.from_pretrained(path), self.layout, self.config, self.te)
+        self._params = dict(gpt.named_parameters())
+        load_hf(path, self.local_params(), self.plans, self.spec)
+        self.model = wrap_data_parallel(gpt, self.config)
+        self.config.finalize_model_grads_func = _sum_gradients
+        self.optimizer = GuardedOptimizer(self.model, experiment.trainer.optimizer, self.dtype, total_steps)
+        self._reference = Reference(self._params, platform) if experiment.algorithm.kl.coef > 0 else None
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the gang's parallel dimensions."""
+        return self.place.layout
+
+    @property
+    def coord(self) -> Coord:
+        """This rank's position."""
+        return self.place.coord
+
+    @property
+    def dp_rank(self) -> int:
+        """Which data-parallel replica this rank belongs to."""
+        return self.coord.dp
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether losses are computed on this rank."""
+        return self.place.is_last_stage
+
+    def local_params(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by Megatron's names, as in the reshard plans. They share the model's storage."""
+        return {name: param.detach() for name, param in self._params.items()}
+
+    def train(self, microbatches: Sequence[Sequence[Sample]], loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step on the sum of `loss_fn` over all microbatches of all data-parallel ranks.
+
+        Nothing is divided: weights that sum to 1 over the global batch make the gradient that of a mean.
+
+        Args:
+            microbatches: this replica's samples, the same on all its ranks; as many microbatches on every replica
+                (see `microbatch.assign`), empty ones allowed.
+            loss_fn: not called for empty microbatches.
+
+        Returns:
+            The same on every rank: the metrics of `loss_fn`, `loss`, `grad_norm` (before clipping), `lr`, and
+            `update_skipped` (1.0 when the gradient was not finite, and nothing was changed).
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(microbatches, partial(self._loss, loss_fn))
+        step = self.optimizer.step()
+        contributes = self.is_last_stage and self.coord.tp == 0
+        metrics = gather_metrics(sum_metrics(reports) if contributes else {})
+        return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "update_skipped": float(step.skipped)}
+
+    @torch.no_grad()
+    def log_probs(self, microbatches: Sequence[Sequence[Sample]]) -> list[torch.Tensor]:
+        """log p(token t | tokens before t), temperature applied, under the current parameters.
+
+        Args:
+            microbatches: as for `train`; only the field "tokens" is used.
+
+        Returns:
+            One fp32 [T] tensor in host memory per sample, in the order of the microbatches, on every rank of the
+            replica; index 0 is 0.
+        """
+        self.model.eval()
+        try:
+            outputs = self._run(microbatches, self._collect)
+        finally:
+            self.model.train()
+        lengths = [len(sample["tokens"]) for microbatch in microbatches for sample in microbatch]
+        flat = torch.cat(outputs) if self.is_last_stage else torch.empty(
+            sum(lengths), dtype=torch.float32, device=self.platform.device())
+        if self.layout.pp > 1:
+            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(),
+                           group=parallel_state.get_pipeline_model_parallel_group())
+        return list(flat.cpu().split(lengths))
+
+    def use_reference(self) -> AbstractContextManager[None]:
+        """Within the block the parameters are the initial ones of `model.path`, whatever was trained or loaded since.
+
+        Raises:
+            RuntimeError: algorithm.kl.coef is 0, so none were kept.
+        """
+        if self._reference is None:
+            raise RuntimeError("no reference parameters are kept because algorithm.kl.coef is 0; set it above 0")
+        return self._reference.swapped_in()
+
+    def save(self, directory: str | Path) -> None:
+        """Write weights, optimizer, schedule and random state to `directory`, all or nothing."""
+        checkpoint.save(self, Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Restore what `save` wrote. ValueError for another layout, naming both."""
+        checkpoint.load(self, Path(directory))
+
+    def _run(self, microbatches: Sequence[Sequence[Sample]], on_logits: Callable) -> list:
+        """Megatron's schedule over the microbatches; what `on_logits` reported, on the last stage (else [])."""
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        packed = [pack(samples, multiple).to(self.platform.device()) for samples in microbatches]
+        forward_only = not torch.is_grad_enabled()
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward, on_logits), data_iterator=iter(packed), model=[self.model],
+            num_microbatches=len(packed), seq_length=max(len(row.tokens) for row in packed), micro_batch_size=1,
+            forward_only=forward_only, collect_non_loss_data=forward_only,
+        )
+
+    def _forward(self, on_logits: Callable, rows: Iterator[Packed], model) -> tuple[torch.Tensor, Callable]:
+        """Megatron's forward step: hidden states, or logits [1, P, local vocabulary] on the last stage."""
+        packed = next(rows)
+        sequences = PackedSequences(
+            qkv_format="thd", cu_seqlens_q=packed.cu_seqlens, cu_seqlens_kv=packed.cu_seqlens,
+            max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
+        )
+        output = model(packed.tokens[None], packed.position_ids[None], None, packed_seq_params=sequences)
+        return output, partial(on_logits, packed)
+
+    def _loss(self, loss_fn: LossFn, packed: Packed, logits: torch.Tensor) -> tuple:
+        log_probs, entropy = self._token_log_probs(packed, logits)
+        if packed.real:
+            loss, metrics = loss_fn(log_probs, entropy, packed.fields)
+            metrics = {name: value.detach() for name, value in metrics.items()}
+        else:
+            # The backward pass must still run, for its collectives; the sum of nothing gives it zeros.
+            loss, metrics = log_probs.sum(), {}
+        # Megatron would divide by this count of tokens; `_sum_gradients` ignores it.
+        count = torch.zeros((), dtype=torch.int, device=loss.device)
+        return loss, count, {"loss": loss.detach().clone(), **metrics}
+
+    def _collect(self, packed: Packed, logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        return self._token_log_probs(packed, logits)[0]
+
+    def _token_log_probs(self, packed: Packed, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of, and entropy before, each real token: two fp32 [N]; 0 at the first of a sequence."""
+        local = logits.shape[-1]
+        shard = VocabShard(self.coord.tp * local, self.spec.vocab, self.place.tensor_group)
+        # The logits at position t are about token t + 1.
+        values = log_probs_and_entropy(logits[0], packed.tokens.roll(-1), shard,
+                                       self.experiment.rollout.sampling.temperature)
+        first = packed.position_ids[:packed.real] == 0
+        return tuple(torch.where(first, 0.0, value.roll(1)[:packed.real]) for value in values)
+
+
+def _sum_gradients(model: list, num_tokens: torch.Tensor | None = None, **kwargs) -> None:
+    """Megatron's reduction of gradients over ranks, without its division by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,49 @@
+"""Run by torchrun on 4 ranks: orders reach every rank in turn, a batch reaches the right replica."""
+import time
+
+import pytest
+import torch.distributed as dist
+
+from mrl.cluster import gang
+from mrl.reshard.layout import Layout
+
+
+def check_orders(rank: int) -> None:
+    orders = gang.Orders(rank, 4)
+
+    def slow(beat):
+        for _ in range(4):
+            beat()
+            time.sleep(0.1)
+        return ["push", 0]
+
+    assert orders.exchange(slow if rank == 0 else None, timeout_s=30) == ["push", 0]
+    for i in range(5):
+        assert orders.exchange((lambda beat, i=i: i) if rank == 0 else None, timeout_s=30) == i
+    dist.barrier()  # the store ends with rank 0's `orders`
+
+
+def check_silence(rank: int) -> None:
+    gang.WAIT_SLICE_S = 0.1
+    orders = gang.Orders(rank, 4)
+    if rank == 0:
+        time.sleep(2)
+    else:
+        with pytest.raises(TimeoutError, match="heard nothing from rank 0"):
+            orders.exchange(None, timeout_s=0.5)
+    dist.barrier()
+
+
+def check_scatter(rank: int) -> None:
+    layout = Layout(tp=1, pp=2, dp=2)
+    scatter = gang.Scatter(layout, rank)
+    for turn in range(2):
+        shares = [f"replica {d} turn {turn}" for d in range(2)] if rank == 0 else None
+        assert scatter(shares) == f"replica {layout.coord(rank).dp} turn {turn}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for check in (check_orders, check_silence, check_scatter):
+        check(dist.get_rank())
+    dist.barrier()

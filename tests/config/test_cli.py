@@ -1,0 +1,180 @@
+"""The command line: help, check, and how commands hand over and fail. The numbers are derived by hand."""
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mrl import check as plans
+from mrl.cli import app
+from mrl.config.keys import leaf_keys
+from mrl.config.load import load_experiment
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs `mrl` with arguments on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def row(output: str, first: str) -> list[str]:
+    """Cells of the first table row that starts with `first`."""
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        if cells[0] == first and len(cells) > 1:
+            return cells
+    raise AssertionError(f"no row {first!r} in\n{output}")
+
+
+def fake_module(monkeypatch, name: str, **members) -> None:
+    """Stands in for a module that a command imports, so that the hand-over can be seen."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    parent, _, child = name.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
+
+
+def test_help_lists_the_commands(invoke):
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("train", "check", "export", "eval"):
+        assert command in result.output
+    for command in ("train", "check", "export", "eval"):
+        assert invoke(command, "--help").exit_code == 0
+
+
+def test_check_prints_the_plan(invoke, experiment_file):
+    result = invoke("check", experiment_file, "--bandwidth-gbs", "0.001")
+    assert result.exit_code == 0, result.output
+    # 70*48 embedding; a layer: q 64*48, k and v 32*48, o 48*64, gate, up, down 112*48, norms 48+48+16+16; 48 at the end
+    assert "105,296 parameters" in result.output
+    assert row(result.output, "trainer")[1:] == ["CPU process 0-1", "2 trainer rank(s)"]
+    assert row(result.output, "rollout")[1] == "CPU process 2"
+    assert row(result.output, "samples a step")[1] == "8 prompts × 4 = 32"
+    assert row(result.output, "longest sample")[1] == "32 tokens"
+    assert row(result.output, "tokens a step")[1] == "at most 1,024"
+    assert row(result.output, "microbatches")[1].startswith("at most 8 ")  # 128 tokens hold 4 of the 32 samples
+    assert row(result.output, "bytes an engine worker receives")[1] == "411.31 KiB"  # 105296 * 4
+    assert "0.421 s to one worker" in row(result.output, "floor at 0.001 GB/s")[1]
+
+
+def test_memory_of_a_rank(experiment_file, hf_config):
+    plan = plans.resolve_plan(load_experiment(experiment_file), hf_config, visible_gpus=0)
+    # half of 256 padded rows * 48; 4 layers of half of qkv 128*48, o 64*48, gate and up, down, and whole norms; 48
+    held = 128 * 48 + 4 * ((128 * 48 + 64 * 48 + 3 * 112 * 48) // 2 + 48 + 48 + 16 + 16) + 48
+    memory = plans.rank_memory(plan, 1)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * held, 4 * held, 8 * held)
+    assert memory.sync == 0  # rank 0 sends
+    assert plans.rank_memory(plan, 0).sync > 2 * 105296 * 4  # one bucket holds everything, twice, and the gather
+
+
+def test_memory_in_bfloat16_with_two_replicas(experiment_file, hf_config):
+    exp = load_experiment(experiment_file, ["model.dtype=bfloat16", "cluster.device=cuda", "cluster.trainer_gpus=4"])
+    memory = plans.rank_memory(plans.resolve_plan(exp, hf_config, visible_gpus=None), 3)
+    assert memory.gradients == 2 * memory.weights
+    assert memory.optimizer == memory.weights // 2 * 12 // 2  # two moments and master weights, over two replicas
+
+
+def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
+    result = invoke("check", experiment_file, "trainer.parallel.pp=2", "loop.mode=colocated_sync", "cluster.gpus=4",
+                 "cluster.trainer_gpus=null", "cluster.rollout_gpus=null", "rollout.parallel.tp=2")
+    assert result.exit_code == 0, result.output
+    assert row(result.output, "shared")[1] == "CPU process 0-3"
+    assert row(result.output, "2") == ["2", "0", "1", "0", "2-3", "yes"]  # rank tp pp dp layers sends
+    assert row(result.output, "links")[1] == "2: 2 sender(s) to each engine's 2 worker(s)"
+
+
+def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
+    result = invoke("check", experiment_file, "trainer.parallel.tp=3", "batch.minibatches=5", "data.train=gone.jsonl")
+    assert result.exit_code == 2
+    for words in ("attention heads (4)", "batch.prompts_per_step (8)", "gone.jsonl", "override 'batch.minibatches=5'"):
+        assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_check_for_a_machine_with_fewer_gpus(invoke, experiment_file):
+    arguments = ("check", experiment_file, "cluster.device=cuda")
+    assert invoke(*arguments).exit_code == 0
+    result = invoke(*arguments, "--gpus", "2")
+    assert result.exit_code == 2 and "too few GPUs" in result.output
+
+
+def test_check_keys(invoke):
+    result = invoke("check", "--keys")
+    assert result.exit_code == 0
+    assert row(result.output, "loop.steps")[1:] == ["an integer > 0", "required", "training steps"]
+    for key in leaf_keys():
+        assert key.name in result.output
+
+
+def test_every_key_is_described():
+    assert [key.name for key in leaf_keys() if not key.description] == []
+
+
+def test_check_without_a_file(invoke):
+    result = invoke("check")
+    assert result.exit_code == 2 and "EXPERIMENT" in result.output
+
+
+def test_check_needs_no_torch(experiment_file):
+    code = ("import sys; from mrl.cli import app\n"
+            f"try: app(['check', {str(experiment_file)!r}])\n"
+            "except SystemExit as end: assert end.code in (0, None), end.code\n"
+            "assert 'torch' not in sys.modules and 'ray' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_train_hands_over_the_checked_experiment(invoke, experiment_file, monkeypatch):
+    calls = []
+    fake_module(monkeypatch, "mrl.cluster.launch", train=lambda exp, run_dir: calls.append((exp, run_dir)) or 7)
+    result = invoke("train", experiment_file, "loop.steps=9", "--run-dir", "here")
+    assert result.exit_code == 7
+    ((exp, run_dir),) = calls
+    assert exp.loop.steps == 9 and run_dir == Path("here")
+
+
+def test_train_refuses_before_it_starts_anything(invoke, experiment_file, monkeypatch):
+    fake_module(monkeypatch, "mrl.cluster.launch", train=lambda *_: pytest.fail("it started"))
+    result = invoke("train", experiment_file, "rollout.sampling.top_k=5")
+    assert result.exit_code == 2 and "rollout.sampling.top_k" in result.output
+
+
+def test_export_hands_over(invoke, monkeypatch):
+    calls = []
+    fake_module(monkeypatch, "mrl.trainer.export", export_run=lambda *arguments: calls.append(arguments))
+    assert invoke("export", "run", "--step", "4", "--out", "hf").exit_code == 0
+    assert invoke("export", "run", "--out", "hf").exit_code == 0
+    assert calls == [(Path("run"), 4, Path("hf")), (Path("run"), None, Path("hf"))]
+
+
+def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, monkeypatch):
+    seen = []
+    fake_module(monkeypatch, "mrl.evaluate", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
+    fake_module(monkeypatch, "mrl.trainer.export",
+                export_run=lambda run, step, out: (out / "config.json").write_text(str(step)) and None)
+    other = folder / "other"
+    (folder / "model").rename(other)
+    assert invoke("eval", experiment_file, "--model", other).exit_code == 0
+    other.rename(folder / "model")
+    run = folder / "run"
+    run.mkdir()
+    assert invoke("eval", experiment_file, "--run", run, "--step", "3").exit_code == 0
+    (first, second) = seen
+    assert first == (str(other), None)
+    assert second[1].parent == run
+    assert list(run.iterdir()) == []  # the exported copy is gone
+
+
+def test_eval_refuses_contradictions(invoke, experiment_file, folder):
+    result = invoke("eval", experiment_file, "--model", "x", "--run", "y")
+    assert result.exit_code == 2 and "exclude each other" in result.output
+    result = invoke("eval", experiment_file, "--step", "3")
+    assert result.exit_code == 2 and "needs --run" in result.output
+    result = invoke("eval", experiment_file, "--run", folder / "gone")
+    assert result.exit_code == 2 and "no such directory" in result.output

@@ -1,0 +1,130 @@
+"""Checks across keys: one case each, found by key and by the words a user needs."""
+import pytest
+
+from mrl.config.checks import check_experiment, context_limit, resolved_device
+from mrl.config.load import load_experiment
+
+OVERLAP = ["loop.mode=one_step_overlap"]
+COLOCATED = ["loop.mode=colocated_sync", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null"]
+
+
+def found(experiment_file, hf_config, *overrides, visible_gpus=None) -> dict:
+    """Texts of the problems by key."""
+    exp = load_experiment(experiment_file, overrides)
+    texts = {}
+    for problem in check_experiment(exp, hf_config, visible_gpus):
+        texts[problem.key] = texts.get(problem.key, "") + str(problem)
+    return texts
+
+
+def test_the_valid_experiment_has_no_problems(experiment_file, hf_config):
+    assert found(experiment_file, hf_config) == {}
+    assert found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2") == {}
+
+
+# The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by vLLM to 128).
+@pytest.mark.parametrize("overrides, key, words", [
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "attention heads (4)"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "KV heads (2)"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "intermediate size (112)"),
+    (["trainer.parallel.pp=3", "cluster.trainer_gpus=6"], "trainer.parallel.pp", "layers (4)"),
+    (["rollout.parallel.tp=3", "cluster.rollout_gpus=3"], "rollout.parallel.tp", "attention heads (4)"),
+    (["rollout.parallel.tp=7", "cluster.rollout_gpus=7"], "rollout.parallel.tp", "padded vocabulary (128)"),
+    (["trainer.parallel.tp=1", "trainer.parallel.sequence_parallel=true"], "trainer.parallel.sequence_parallel",
+     "trainer.parallel.tp 1"),
+    (["data.max_prompt_tokens=200", "rollout.sampling.max_response_tokens=57", "batch.max_tokens_per_microbatch=512"],
+     "rollout.sampling.max_response_tokens", "at most 56"),
+    (["rollout.sampling.stop_token_ids=[3, 70]"], "rollout.sampling.stop_token_ids", "= 70"),
+])
+def test_against_the_model(experiment_file, hf_config, overrides, key, words):
+    assert words in found(experiment_file, hf_config, *overrides)[key]
+
+
+def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
+    assert found(experiment_file, hf_config, "trainer.parallel.tp=4", "cluster.trainer_gpus=4",
+                 "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
+
+
+def test_unsupported_architecture_lists_known_ones(experiment_file, hf_config):
+    hf_config["architectures"] = ["GPT2LMHeadModel"]
+    text = found(experiment_file, hf_config)["model.path"]
+    assert "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    (["cluster.trainer_gpus=null"], "cluster.trainer_gpus", "loop.mode is one_step_overlap"),
+    (["cluster.rollout_gpus=null"], "cluster.rollout_gpus", "loop.mode is one_step_overlap"),
+    (["cluster.gpus=4"], "cluster.gpus", "uses cluster.trainer_gpus and cluster.rollout_gpus"),
+    (["loop.mode=colocated_sync"], "cluster.gpus", "loop.mode is colocated_sync"),
+    (["loop.mode=colocated_sync"], "cluster.rollout_gpus", "remove cluster.rollout_gpus"),
+    (["cluster.trainer_gpus=3"], "cluster.trainer_gpus", "a multiple of 2"),
+    (["rollout.parallel.tp=2"], "cluster.rollout_gpus", "a multiple of 2"),
+    ([*COLOCATED, "cluster.gpus=3"], "cluster.gpus", "a multiple of 2"),
+    ([*COLOCATED, "cluster.gpus=2", "rollout.parallel.tp=4"], "cluster.gpus", "a multiple of 4 (rollout.parallel.tp)"),
+    (["rollout.port=65535", "cluster.rollout_gpus=2"], "rollout.port", "at most 65534"),
+])
+def test_partitions(experiment_file, hf_config, overrides, key, words):
+    assert words in found(experiment_file, hf_config, *overrides)[key]
+
+
+def test_too_few_gpus(experiment_file, hf_config):
+    cuda = ["cluster.device=cuda"]
+    assert found(experiment_file, hf_config, *cuda, visible_gpus=3) == {}
+    text = found(experiment_file, hf_config, *cuda, visible_gpus=2)["cluster.trainer_gpus"]
+    assert "too few GPUs" in text and "need 3, 2 are visible" in text
+    assert "need 3, 0 are visible" in found(experiment_file, hf_config, *cuda, visible_gpus=0)["cluster.device"]
+    assert found(experiment_file, hf_config, *cuda, visible_gpus=None) == {}  # planned for another machine
+    assert found(experiment_file, hf_config, visible_gpus=0) == {}  # on cpu the counts are processes
+
+
+def test_auto_is_the_cpu_only_without_gpus(experiment_file, hf_config):
+    exp = load_experiment(experiment_file, ["cluster.device=auto"])
+    assert [resolved_device(exp, gpus) for gpus in (0, 2, None)] == ["cpu", "cuda", "cuda"]
+
+
+def test_bfloat16_on_cpu(experiment_file, hf_config):
+    assert "float32 on cpu" in found(experiment_file, hf_config, "model.dtype=bfloat16")["model.dtype"]
+    assert found(experiment_file, hf_config, "model.dtype=bfloat16", "cluster.device=cuda") == {}
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    (["batch.minibatches=3"], "batch.minibatches", "use one of 1, 2, 4, 8"),
+    (["batch.minibatches=8", "cluster.trainer_gpus=16"], "batch.minibatches", "at least 8 samples"),
+    (["batch.max_tokens_per_microbatch=31"], "batch.max_tokens_per_microbatch", "at least 32"),
+    (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "eval.temperature may be 0"),
+    (["rollout.sampling.top_p=0.95"], "rollout.sampling.top_p", "full distribution"),
+    (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
+    (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
+    (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncated"),
+    (["algorithm.clip.low=1.5"], "algorithm.clip.low", "at most 1"),
+    (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
+    (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
+     "4 optimizer steps"),
+    (["reward.kind=custom"], "reward.function", "path.py:function"),
+    (["reward.kind=custom", "reward.function=mine.py"], "reward.function", "path.py:function"),
+    (["reward.kind=custom", "reward.function='mine.py:no name'"], "reward.function", "path.py:function"),
+    (["reward.function=mine.py:score"], "reward.function", "set reward.kind: custom"),
+    (["eval.every=2"], "data.eval", "eval.every is 2"),
+])
+def test_settings_against_each_other(experiment_file, hf_config, overrides, key, words):
+    assert words in found(experiment_file, hf_config, *overrides)[key]
+
+
+def test_recompute_without_correction_is_fine_on_fresh_samples(experiment_file, hf_config):
+    assert found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2", "algorithm.old_log_prob=recompute",
+                 "algorithm.correction.kind=none") == {}
+
+
+def test_all_at_once(experiment_file, hf_config):
+    texts = found(experiment_file, hf_config, "batch.minibatches=3", "rollout.sampling.top_p=0.9",
+                  "trainer.parallel.pp=3", "loop.mode=colocated_sync", "model.dtype=bfloat16")
+    assert {"batch.minibatches", "rollout.sampling.top_p", "trainer.parallel.pp", "cluster.gpus",
+            "model.dtype"} <= set(texts)
+
+
+def test_context_limit_with_yarn():
+    yarn = {"max_position_embeddings": 32768, "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    assert context_limit(yarn) == 131072
+    assert context_limit({"max_position_embeddings": 8192, "rope_scaling": None}) == 8192
+    assert context_limit({}) is None

@@ -1,0 +1,103 @@
+"""Which parameters every rank holds: Megatron's names, and every element of every tensor exactly once."""
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from mrl.reshard import Coord, Layout, hf_tensors, local_params, model_spec
+
+from .simulate import LAYOUTS, SIZES, VARIANTS, hf_config
+
+LAYER = "decoder.layers.0."
+
+
+def names(variant: str, layout: Layout, pp: int, te: bool, layers: int = 4) -> list[str]:
+    spec = model_spec({**hf_config(variant), "num_hidden_layers": layers})
+    return [plan.name for plan in local_params(spec, layout, Coord(pp=pp), te)]
+
+
+def test_names_under_the_local_layer_spec():
+    assert names("qwen3", Layout(), 0, te=False, layers=1) == [
+        "embedding.word_embeddings.weight",
+        LAYER + "input_layernorm.weight",
+        LAYER + "self_attention.linear_qkv.weight",
+        LAYER + "self_attention.q_layernorm.weight",
+        LAYER + "self_attention.k_layernorm.weight",
+        LAYER + "self_attention.linear_proj.weight",
+        LAYER + "pre_mlp_layernorm.weight",
+        LAYER + "mlp.linear_fc1.weight",
+        LAYER + "mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+
+
+def test_names_under_the_transformer_engine_layer_spec():
+    fused = {
+        LAYER + "input_layernorm.weight": LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        LAYER + "pre_mlp_layernorm.weight": LAYER + "mlp.linear_fc1.layer_norm_weight",
+    }
+    local = names("qwen2", Layout(), 0, te=False, layers=1)
+    assert LAYER + "self_attention.linear_qkv.bias" in local
+    assert names("qwen2", Layout(), 0, te=True, layers=1) == [fused.get(name, name) for name in local]
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-mha-tied"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_embedding_and_output_by_stage(variant, pp):
+    first, last = names(variant, Layout(pp=pp), 0, False), names(variant, Layout(pp=pp), pp - 1, False)
+    assert "embedding.word_embeddings.weight" in first
+    assert ("embedding.word_embeddings.weight" in last) == (pp == 1)
+    # A tied model on one stage has no output weight at all; on two, the last stage holds a copy of the embedding.
+    assert ("output_layer.weight" in last) == (variant == "llama" or pp == 2)
+    assert ("output_layer.weight" in first) == (variant == "llama" and pp == 1)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_every_layer_is_on_exactly_one_stage(pp):
+    spec = model_spec(hf_config("llama"))
+    seen = Counter(
+        int(re.search(r"layers\.(\d+)\.", piece.hf).group(1))
+        for stage in range(pp)
+        for plan in local_params(spec, Layout(pp=pp), Coord(pp=stage), te=False)
+        if plan.name.endswith("linear_proj.weight")
+        for piece in plan.pieces
+    )
+    assert seen == dict.fromkeys(range(SIZES["num_hidden_layers"]), 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_cover_every_element_exactly_once(variant, layout):
+    spec = model_spec(hf_config(variant))
+    left = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_tensors(spec).items()}
+    for coord in layout.shards():
+        for plan in local_params(spec, layout, coord, te=False):
+            held = torch.zeros(plan.shape, dtype=torch.int32)
+            for piece in plan.pieces:
+                assert piece.hf_shape == tuple(left[piece.hf].shape)
+                piece.of_local(held).add_(1)
+                if piece.leaves:
+                    piece.of_hf(left[piece.hf]).add_(1)
+            assert held.max() <= 1, plan.name
+            assert bool((held == 0).any()) == plan.padded
+            assert not plan.padded or plan.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    for name, counts in left.items():
+        assert (counts == 1).all(), name
+
+
+def test_a_tied_model_has_no_output_tensor():
+    assert "lm_head.weight" not in hf_tensors(model_spec(hf_config("qwen3-tied")))
+    assert "lm_head.weight" in hf_tensors(model_spec(hf_config("qwen3")))
+
+
+def test_an_impossible_layout_lists_every_reason():
+    with pytest.raises(ValueError) as error:
+        local_params(model_spec(hf_config("llama")), Layout(tp=3, pp=3), Coord(), te=False)
+    assert "pp 3 does not divide num_hidden_layers 4" in str(error.value)
+    assert "tp 3 does not divide num_attention_heads 4" in str(error.value)
+    assert "tp 3 is neither a divisor nor a multiple of num_key_value_heads 2" in str(error.value)
+    assert "tp 3 does not divide intermediate_size 40" in str(error.value)

@@ -1,0 +1,106 @@
+"""config.json to ModelSpec: both spellings transformers has had, and clear refusals."""
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mrl.reshard import family_of, model_spec, read_config
+
+from .simulate import VARIANTS, hf_config
+
+
+def test_sizes_and_switches():
+    spec = model_spec({**hf_config("qwen2-mqa-tied"), "rope_theta": 1e6})
+    assert (spec.num_layers, spec.hidden, spec.ffn, spec.vocab) == (4, 24, 40, 131)
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.q_size, spec.kv_size) == (4, 1, 6, 24, 6)
+    assert (spec.tied, spec.qkv_bias, spec.qk_norm) == (True, True, False)
+    assert (spec.norm_eps, spec.rope_theta, spec.rope_scaling, spec.max_positions) == (1e-6, 1e6, None, 64)
+    assert model_spec(hf_config("qwen3")).qk_norm
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_transformers_writes_is_understood(variant, model_dir):
+    assert model_spec(read_config(model_dir(variant))) == model_spec(hf_config(variant))
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
+], ids=["oldest", "old", "new"])
+def test_rope_in_every_spelling(rope):
+    spec = model_spec({**hf_config("llama"), **rope})
+    assert spec.rope_theta == 5e5
+    assert spec.rope_scaling == {"rope_type": "llama3", "factor": 8.0}
+
+
+def test_defaults_of_absent_keys():
+    config = hf_config("llama")
+    del config["num_key_value_heads"]
+    spec = model_spec(config)
+    assert (spec.kv_heads, spec.head_dim, spec.rope_theta, spec.tied) == (4, 6, 10000.0, False)
+    config = hf_config("qwen3")
+    del config["head_dim"]
+    assert model_spec(config).head_dim == 128
+
+
+def test_a_config_without_architectures_goes_by_model_type():
+    assert family_of({"model_type": "qwen3"}).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("config", [
+    {"architectures": ["GPT2LMHeadModel"]}, {"model_type": "gpt2"},
+    {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, {},
+])
+def test_unknown_architecture_lists_the_known(config):
+    with pytest.raises(ValueError, match="is not supported; known are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3"):
+        family_of(config)
+
+
+@pytest.mark.parametrize("variant, change, message", [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+    ("llama", {"attention_bias": True}, "attention_bias True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias True"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ("qwen3", {"attention_bias": True}, "attention_bias True"),
+    ("llama", {"vocab_size": None}, "vocab_size None must be a positive integer"),
+    ("llama", {"num_hidden_layers": "4"}, "num_hidden_layers '4' must be a positive integer"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    ("llama", {"hidden_size": 25}, "hidden_size 25 is not a multiple of num_attention_heads 4"),
+])
+def test_unsupported_values_are_named(variant, change, message):
+    with pytest.raises(ValueError) as error:
+        model_spec({**hf_config(variant), **change})
+    assert message in str(error.value)
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(ValueError) as error:
+        model_spec({"architectures": ["Qwen2ForCausalLM"], "hidden_act": "relu", "hidden_size": 8})
+    for key in ("hidden_act", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size",
+                "num_key_value_heads", "rms_norm_eps"):
+        assert key in str(error.value)
+
+
+def test_config_file_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json not found"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_config(tmp_path)
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys; from mrl.reshard import Layout, model_spec, plan_sync\n"
+        f"plan_sync(model_spec({hf_config('llama')!r}), Layout(tp=2), 1000, 'bfloat16', True)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

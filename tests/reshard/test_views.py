@@ -1,0 +1,48 @@
+"""plan → pack → gather → assemble over all ranks gives the Hugging Face tensors, bit for bit, twice in a row."""
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mrl.reshard import Coord, Layout, assemble_views, model_spec, pack_views, plan_sync, read_config
+
+from .simulate import LAYOUTS, VARIANTS, assert_same, hf_config, load_all
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sync_reproduces_the_checkpoint(variant, layout, te, model_dir):
+    directory = model_dir(variant)
+    spec = model_spec(read_config(directory))
+    shards = load_all(directory, spec, layout, te, torch.float32)
+    plan = plan_sync(spec, layout, 12_000, "float32", te)
+    assert len(plan.buckets) > layout.pp
+
+    gathered = [torch.empty(plan.max_local_numel) for _ in range(layout.tp)]
+    message = torch.empty(plan.max_bucket_numel)
+    copies = [
+        [pack_views(bucket, shards[Coord(tp=tp, pp=bucket.stage)], flat) for tp, flat in enumerate(gathered)]
+        + [assemble_views(bucket, gathered, message)]
+        for bucket in plan.buckets
+    ]
+    expected = load_file(directory / "model.safetensors")
+    for sign in (1, -1):  # the second sync uses the views of the first, after an in-place update
+        received = {}
+        for bucket, steps in zip(plan.buckets, copies):
+            message.fill_(float("nan"))
+            for srcs, dsts in steps:
+                torch._foreach_copy_(dsts, srcs)
+            for item in bucket.items:
+                received[item.name] = message[item.offset:item.offset + item.numel].view(item.shape).clone()
+        assert_same(received, {name: sign * tensor for name, tensor in expected.items()})
+        for rank in shards.values():
+            torch._foreach_neg_(list(rank.values()))
+
+
+def test_a_shard_of_another_shape_is_refused():
+    spec = model_spec(hf_config("llama"))
+    bucket = plan_sync(spec, Layout(tp=2), 1, "float32", te=False).buckets[0]
+    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \(131, 24\), the plan says \(128"):
+        pack_views(bucket, {"embedding.word_embeddings.weight": torch.empty(131, 24)}, torch.empty(bucket.local_numel))

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from mrl.engine.api import Version
+from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
+from tests.rollout.experiments import experiment
+from tests.rollout.groups import group
+
+
+def test_advantages_follow_group_ids_and_weights_sum_to_one_over_replicas():
+    groups = [group(4, [1, 0], [1, 3]), group(2, [1, 0, 0, 0], [2, 2, 2, 2])]
+    shares = split_batch(groups, experiment(), replicas=2)
+    samples = [s for share in shares for microbatch in share.microbatches for s in microbatch]
+    assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0, abs=1e-6)
+    advantages = sorted(round(float(s["advantage"][-1]), 4) for s in samples)
+    assert advantages == [-0.7071, -0.5, -0.5, -0.5, 0.7071, 1.5]
+    assert all(torch.equal(s["advantage"] != 0, s["loss_mask"]) for s in samples)
+
+
+def test_minibatches_hold_whole_groups_in_the_order_of_ids_and_each_sums_to_one():
+    groups = [group(i, [1, 0]) for i in (3, 0, 2, 1)]
+    shares = split_batch(groups, experiment(batch={"minibatches": 2}), replicas=1)
+    minibatches = shares[0].minibatches
+    assert len(minibatches) == 2
+    for minibatch in minibatches:
+        samples = [s for microbatch in minibatch for s in microbatch]
+        assert len(samples) == 4
+        assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_replicas_get_equally_many_microbatches():
+    groups = [group(0, [1, 0, 1], [3, 60, 3])]
+    shares = split_batch(groups, experiment(batch={"max_tokens_per_microbatch": 64}), replicas=2)
+    assert len({len(share.microbatches) for share in shares}) == 1
+
+
+def test_an_empty_completion_is_legal():
+    shares = split_batch([group(0, [1, 0], [0, 3])], experiment(), replicas=1)
+    samples = [s for microbatch in shares[0].microbatches for s in microbatch]
+    assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0)
+    assert sorted(int(s["loss_mask"].sum()) for s in samples) == [0, 3]
+
+
+def test_add_field_reaches_the_samples_in_microbatch_order():
+    share = split_batch([group(0, [1, 0], [2, 5])], experiment(), replicas=1)[0]
+    samples = [s for microbatch in share.microbatches for s in microbatch]
+    share.add_field("ref_log_prob", [torch.full((len(s["tokens"]),), float(i)) for i, s in enumerate(samples)])
+    assert [float(s["ref_log_prob"][0]) for s in samples] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("age, lag, regenerated, fine", [
+    (0, 0, False, True), (1, 1, False, True), (0, 1, False, False), (0, 1, True, True), (2, 1, False, False),
+    (2, 1, True, False), (1, 0, False, False), (-1, 0, False, False)])
+def test_versions_are_as_promised(age, lag, regenerated, fine):
+    groups = [group(0, [1, 0], version=Version(0, 5 - age), regenerated=regenerated)]
+    if fine:
+        check_versions(groups, Version(1, 5), lag)
+    else:
+        with pytest.raises(RuntimeError, match="group 0 .* steps old"):
+            check_versions(groups, Version(1, 5), lag)
+
+
+def test_metrics():
+    metrics = rollout_metrics([group(0, [1, 0], [2, 4]), group(1, [1, 1], [3, 3], regenerated=True)], Version(0, 1))
+    assert metrics["reward/mean"] == 0.75 and metrics["rollout/accuracy"] == 0.75
+    assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
+    assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
+    assert metrics["rollout/version_lag"] == 1 and metrics["timing/generate_sequences"] == 2.0

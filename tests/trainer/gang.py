@@ -1,0 +1,62 @@
+"""What the scripts that run under torchrun share: start-up, a tiny experiment, whole gradients."""
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mrl.config.schema import Experiment
+from mrl.platform import Platform, get_platform
+from tests.trainer.tiny import TEMPERATURE
+
+
+@contextmanager
+def gang() -> Iterator[Platform]:
+    """The platform, with Megatron installed and the process group initialised."""
+    platform = get_platform("cpu")
+    platform.set_device(int(os.environ["LOCAL_RANK"]))
+    platform.install()
+    torch.set_num_threads(1)
+    dist.init_process_group(platform.backend)
+    try:
+        yield platform
+    finally:
+        dist.destroy_process_group()
+
+
+def experiment(model: Path, tp: int = 1, pp: int = 1, sequence_parallel: bool = False, kl: float = 0.0,
+               dtype: str = "float32", **optimizer) -> Experiment:
+    """An experiment whose trainer section is what counts."""
+    return Experiment.model_validate({
+        "model": {"path": str(model), "dtype": dtype},
+        "data": {"train": "none.jsonl"},
+        "algorithm": {"kl": {"coef": kl}},
+        "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},
+        "trainer": {"parallel": {"tp": tp, "pp": pp, "sequence_parallel": sequence_parallel},
+                    "optimizer": {"clip_grad": 0.0, **optimizer}},
+        "rollout": {"python": "python", "sampling": {"temperature": TEMPERATURE}},
+        "loop": {"steps": 1},
+        "cluster": {"device": "cpu"},
+    })
+
+
+def whole_gradients(trainer) -> dict[str, torch.Tensor]:
+    """Gradients by Hugging Face name, assembled from all ranks through the reshard rules. Collective."""
+    from mrl.reshard.export import export_tensors
+
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    for buffer in trainer.model.buffers:
+        for bucket in buffer.buckets:  # after the reduce-scatter every rank holds only its shard of the sum
+            shards = list(bucket.grad_data.view(group.size(), -1))
+            dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+    local = {name: param.main_grad for name, param in trainer.model.module.named_parameters()}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, local)
+    layout = trainer.layout
+    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name]))

@@ -1,0 +1,99 @@
+"""Under torchrun: every family and several layouts against transformers. Arguments: folder, then tp,pp,sp triples."""
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer.gang import experiment, gang, whole_gradients
+from tests.trainer.tiny import CONFIGS, LENGTHS, loss_fn
+
+TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-5
+
+
+def check(folder: Path, layouts: list[tuple[int, int, bool]]) -> None:
+    """Assert log-probs, entropy, loss and gradients of every family under every layout."""
+    with gang() as platform:
+        from mrl.trainer.trainer import Trainer
+
+        batch = torch.load(folder / "batch.pt")
+        for tp, pp, sp in layouts:
+            # Untied, then tied, then untied in one process: nothing of a model may outlive it.
+            for family in CONFIGS:
+                began = time.perf_counter()
+                truth = torch.load(folder / f"{family}.pt")
+                trainer = Trainer(experiment(folder / family, tp, pp, sp), platform, total_steps=10)
+                assert trainer.layout.tp == tp and trainer.layout.pp == pp
+                check_log_probs(trainer, batch, truth)
+                check_gradients(trainer, batch, truth)
+                if dist.get_rank() == 0:
+                    print(f"ok {family} tp{tp} pp{pp} dp{trainer.layout.dp} sp{sp} {time.perf_counter() - began:.1f}s")
+
+
+def splits(dp: int):
+    """(order of samples, token budget) -> microbatches by sample index, per dp rank; some microbatches are empty."""
+    from mrl.trainer.microbatch import assign
+
+    everything = list(range(len(LENGTHS)))
+    yield assign(LENGTHS, dp, 200)
+    yield assign(LENGTHS, dp, 31)
+    reverse = everything[::-1]
+    yield [[reverse[rank::dp], []] for rank in range(dp)]
+
+
+def check_log_probs(trainer, batch, truth) -> None:
+    """Also shows that packing does not matter: transformers saw every sample alone."""
+    mine = next(iter(splits(trainer.layout.dp)))[trainer.dp_rank]
+    got = trainer.log_probs([[batch[i] for i in microbatch] for microbatch in mine])
+    for index, log_prob in zip([i for microbatch in mine for i in microbatch], got, strict=True):
+        torch.testing.assert_close(log_prob, truth["log_probs"][index], atol=TOLERANCE, rtol=0)
+
+
+def check_gradients(trainer, batch, truth) -> None:
+    """The gradient of the batch, whatever the split; entropy and metrics on the way."""
+    entropies = {}
+
+    def loss_and_entropy(log_probs, entropy, fields):
+        for piece, index in zip(entropy.detach().split([len(batch[i]["tokens"]) for i in seen[0]]), seen.pop(0)):
+            entropies[index] = piece
+        return loss_fn(log_probs, entropy, fields)
+
+    for split in splits(trainer.layout.dp):
+        mine = split[trainer.dp_rank]
+        seen = [microbatch for microbatch in mine if microbatch]
+        step = trainer.optimizer.step
+        gradients = {}
+        trainer.optimizer.step = lambda: (gradients.update(clone(whole_gradients(trainer))), report())[1]
+        metrics = trainer.train([[batch[i] for i in microbatch] for microbatch in mine], loss_and_entropy)
+        trainer.optimizer.step = step
+        assert metrics["tokens"] == sum(LENGTHS), metrics
+        assert abs(metrics["advantage_max"] - max(float(s["advantages"].max()) for s in batch)) < 1e-6
+        assert abs(metrics["loss"] - truth["loss"]) < TOLERANCE, (metrics, truth["loss"])
+        same = [None] * dist.get_world_size()
+        dist.all_gather_object(same, metrics)
+        assert all(other == metrics for other in same)
+        assert gradients.keys() == truth["gradients"].keys()
+        for name, expected in truth["gradients"].items():
+            error = float((gradients[name] - expected).norm() / expected.norm())
+            assert error <= GRADIENT_TOLERANCE, f"{name}: relative error {error:.2e}"
+    for index, entropy in entropies.items():
+        torch.testing.assert_close(entropy, truth["entropies"][index], atol=TOLERANCE, rtol=0)
+
+
+def clone(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def report():
+    from mrl.trainer.optimizer import StepReport
+
+    return StepReport(grad_norm=0.0, lr=0.0, skipped=True)
+
+
+if __name__ == "__main__":
+    triples = [tuple(int(part) for part in arg.split(",")) for arg in sys.argv[2:]]
+    check(Path(sys.argv[1]), [(tp, pp, bool(sp)) for tp, pp, sp in triples])

@@ -1,0 +1,71 @@
+"""Tiny random Hugging Face models and a fixed batch, with what transformers makes of it: the truth for the trainer."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+VOCAB = 131  # prime: no tensor-parallel size or padding divides it
+TEMPERATURE = 0.7
+LENGTHS = (9, 1, 17, 4, 30, 12, 2)
+
+_SIZES = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=256)
+
+CONFIGS = {
+    # Head size unlike hidden/heads; the original context of 16 puts frequencies on all three branches of llama3.
+    "llama": lambda: LlamaConfig(**_SIZES, head_dim=16, tie_word_embeddings=False, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}),
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False, rope_parameters={
+        "rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=24, tie_word_embeddings=True),
+}
+
+
+def make_model(family: str, directory: Path) -> Path:
+    """Save a model of `family` with every parameter random (also norms and biases, which start at 1 and 0)."""
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    path = directory / family
+    model.save_pretrained(path)
+    return path
+
+
+def make_batch() -> list[dict[str, torch.Tensor]]:
+    """Samples with the fields that `loss_fn` uses; the weights sum to 1."""
+    generator = torch.Generator().manual_seed(3)
+    batch = [{"tokens": torch.randint(0, VOCAB, (length,), generator=generator),
+              "weights": torch.rand(length, generator=generator),
+              "advantages": torch.randn(length, generator=generator)} for length in LENGTHS]
+    total = sum(float(sample["weights"].sum()) for sample in batch)
+    return [{**sample, "weights": sample["weights"] / total} for sample in batch]
+
+
+def loss_fn(log_probs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, torch.Tensor]):
+    """A policy-gradient loss with an entropy bonus; metrics of both kinds."""
+    loss = (fields["weights"] * (-fields["advantages"] * log_probs - 0.1 * entropy)).sum()
+    return loss, {"tokens": log_probs.new_tensor(len(log_probs)), "advantage_max": fields["advantages"].max()}
+
+
+def truth(path: Path, batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """log-probs, entropy, loss and gradients as transformers and autograd give them, one sample at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    log_probs, entropies, total = [], [], torch.zeros(())
+    for sample in batch:
+        logits = model(sample["tokens"][None]).logits[0, :-1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        first = torch.zeros(1)
+        log_prob = torch.cat([first, log_p.gather(1, sample["tokens"][1:, None])[:, 0]])
+        entropy = torch.cat([first, -(log_p.exp() * log_p).sum(-1)])
+        total = total + loss_fn(log_prob, entropy, sample)[0]
+        log_probs.append(log_prob.detach())
+        entropies.append(entropy.detach())
+    total.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"log_probs": log_probs, "entropies": entropies, "loss": total.item(), "gradients": gradients}
