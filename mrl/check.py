@@ -61,7 +61,7 @@ class RankMemory:
 
 
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
-    """The plan of an experiment that passed its checks (`mrl.config.preflight`)."""
+    """The plan of an experiment that passed its checks (`mrl.preflight`)."""
     spec = model_spec(hf_config)
     parallel = exp.trainer.parallel
     layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=exp.data_parallel)

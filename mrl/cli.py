@@ -78,7 +78,10 @@ def export(
     with _user_errors():
         from mrl.trainer.export import export_run
 
-        export_run(run, step, out)
+        try:
+            print(f"wrote {export_run(run, step, out)}")
+        except (FileNotFoundError, FileExistsError) as error:
+            raise UserError(str(error)) from error
 
 
 @app.command("eval")
@@ -107,8 +110,11 @@ def evaluate_command(
         from mrl.trainer.export import export_run
 
         with tempfile.TemporaryDirectory(prefix="eval-", dir=run) as directory:
-            export_run(run, step, Path(directory))
-            raise typer.Exit(evaluate(exp, Path(directory)))
+            try:
+                exported = export_run(run, step, Path(directory) / "model")
+            except FileNotFoundError as error:
+                raise UserError(str(error)) from error
+            raise typer.Exit(evaluate(exp, exported))
 
 
 def _checked(path: Path, overrides: list[str] | None, count: bool = True,
@@ -118,7 +124,7 @@ def _checked(path: Path, overrides: list[str] | None, count: bool = True,
     `count`: count this machine's GPUs; otherwise `gpus` is their number (None: any).
     """
     from mrl.config.load import load_with_origins, locate
-    from mrl.config.preflight import count_gpus, preflight
+    from mrl.preflight import count_gpus, preflight
 
     exp, origins = load_with_origins(path, overrides or [])
     problems, hf_config = preflight(exp, count_gpus() if count else gpus)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from pathlib import Path
 
@@ -10,35 +9,30 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.cluster.fleet import start_fleet
-from mrl.cluster.launch import stop_on_signals
+from mrl.cluster.placement import with_device
 from mrl.config.errors import UserError
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 
 
-def evaluate(experiment: Experiment, run: Path | None = None, step: int | None = None) -> int:
-    """Print mean@n, best@n and maj@n of the experiment's model.path on data.eval; 0 when done.
+def evaluate(experiment: Experiment, model: Path | None) -> int:
+    """Print mean@n, best@n and maj@n of `model` (default: the experiment's model.path) on data.eval; 0 when done.
 
-    run, step: evaluate that checkpoint of a run instead (the newest without `step`).
     Samples and logs are kept in a directory under log.dir. Raises UserError when there is nothing to evaluate on.
     """
-    if run is not None:
-        from mrl.trainer.export import export_run
-
-        with tempfile.TemporaryDirectory(prefix="mrl-eval-") as folder:
-            model = Path(folder) / "hf"
-            export_run(run, step, model)
-            section = experiment.model.model_copy(update={"path": str(model)})
-            return evaluate(experiment.model_copy(update={"model": section}))
     from mrl.rollout.evaluation import evaluation_metrics
     from mrl.rollout.service import RolloutService
 
+    experiment = with_device(experiment)
+    if model is not None:
+        section = experiment.model.model_copy(update={"path": str(model)})
+        experiment = experiment.model_copy(update={"model": section})
     if experiment.data.eval is None:
         raise UserError("data.eval is not set: name the held-out prompts to evaluate on, e.g. data.eval=heldout.jsonl")
     run_dir = (Path(experiment.log.dir) / f"{experiment.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     (run_dir / "logs").mkdir(parents=True)
     console = Console()
-    with stop_on_signals(), console.status(f"starting {experiment.rollout.engine}") as status:
+    with console.status(f"starting {experiment.rollout.engine}") as status:
         with start_fleet(experiment, run_dir.name, run_dir, load_weights=True) as fleet:
             service = RolloutService(experiment, fleet.workers, fleet.engines)
             service.ask_evaluation(Version(0, 0))

@@ -62,7 +62,7 @@ def train(experiment: SftExperiment) -> None:
     order = PromptOrder(len(samples), experiment.seed, experiment.data.shuffle)
     began = time.monotonic()
     for step in range(1, experiment.steps + 1):
-        chosen = [samples[index] for _, index in order.take(experiment.batch.samples_per_step)]
+        chosen = [samples[draw.row] for draw in order.take(experiment.batch.samples_per_step)]
         weights = token_weights([s["loss_mask"] for s in chosen], "token_mean")
         batch = [{**sample, "token_weight": weight} for sample, weight in zip(chosen, weights)]
         share = assign([len(s["tokens"]) for s in batch], trainer.layout.dp,

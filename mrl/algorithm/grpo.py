@@ -1,4 +1,16 @@
-"""GRPO's loss over packed tokens, assembled from the experiment's `algorithm` section."""
+"""GRPO's loss over packed tokens, assembled from the experiment's `algorithm` section.
+
+    loss = sum_t w_t * (c_t * policy_t + kl.coef * KL_t - entropy_coef * H_t)
+
+with token weights w that sum to 1 over the minibatch and the correction weight c on the policy term only. Proximal
+log-probs and c depend on `algorithm.old_log_prob`:
+
+    rollout:   the engine's log-probs. The ratio then already contains the mismatch between trainer and engine, so
+               there is no extra correction: c = 1.
+    recompute: the field old_log_prob, or, when it is absent, the forward pass at hand, detached. Absent is right only
+               with one minibatch and one epoch; the caller decides. c = min(exp(old - rollout), cap), or 1 if
+               `correction.kind` is none.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -14,13 +26,7 @@ LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Metrics]
 
 
 def make_loss(algorithm: Algorithm) -> LossFn:
-    """The loss function of one microbatch.
-
-    The returned `loss_fn(log_probs, entropy, fields) -> (loss, metrics)` computes
-
-        loss = sum_t w_t * (c_t * policy_t + kl.coef * KL_t - entropy_coef * H_t)
-
-    with token weights w that sum to 1 over the minibatch and the correction weight c on the policy term only.
+    """The loss function of one microbatch: `loss_fn(log_probs, entropy, fields) -> (loss, metrics)`.
 
     Args of loss_fn:
         log_probs: f32[N], the actor's, with gradient.
@@ -32,13 +38,6 @@ def make_loss(algorithm: Algorithm) -> LossFn:
         a scalar with gradient (0 with gradient 0 for a microbatch without sampled tokens), and detached scalar
         metrics. A metric is already weighted: its sum over microbatches and ranks is a mean over the minibatch. One
         whose name ends in `_max` is reduced with max instead.
-
-    Which log-probs are proximal (`algorithm.old_log_prob`):
-        rollout: the engine's. The ratio then already contains the mismatch between trainer and engine, so there is
-            no extra correction: c = 1.
-        recompute: the field old_log_prob, or, when it is absent, this forward pass detached. Absent is right only
-            with one minibatch and one epoch; the caller decides. c = min(exp(old - rollout), cap), or 1 if
-            `correction.kind` is none.
 
     Raises of loss_fn:
         KeyError: a needed field is missing. ValueError: old_log_prob given although the proximal ones are the engine's.

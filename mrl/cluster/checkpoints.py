@@ -8,11 +8,14 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mrl.config.schema import Checkpoint
-from mrl.rollout.service import RolloutService
 from mrl.rollout.types import Group
-from mrl.trainer.trainer import Trainer
+
+if TYPE_CHECKING:  # the launcher, which asks for saved steps, needs no Megatron
+    from mrl.rollout.service import RolloutService
+    from mrl.trainer.trainer import Trainer
 
 
 def saved_steps(run_dir: Path) -> list[int]:
@@ -42,7 +45,7 @@ class Checkpoints:
             extra["rollouts.pkl"] = pickle.dumps(rollouts.state())
             if groups:
                 extra["batch.pkl"] = pickle.dumps(groups)
-        trainer.save(checkpoint_dir(self.run_dir, step), step, extra)
+        trainer.save(checkpoint_dir(self.run_dir, step), extra)
         if rollouts:
             for old in saved_steps(self.run_dir)[:-self.config.keep]:
                 shutil.rmtree(checkpoint_dir(self.run_dir, old))

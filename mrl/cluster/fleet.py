@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
@@ -29,9 +30,17 @@ class Fleet:
 
 def connect_ray(address: str, namespace: str) -> None:
     """Join or start Ray quietly; `address` "local" starts an embedded one that ends with this process."""
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # a SIGTERM is no crash to be traced
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # mrl alone sets CUDA_VISIBLE_DEVICES
     options = {} if address != "local" else {"num_cpus": os.cpu_count(), "include_dashboard": False}
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR", **options)
+    # Ray's own handlers end the process at once. These unwind it, like Ctrl-C, so that all that was started is stopped.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, _frame) -> None:
+    raise SystemExit(128 + number)
 
 
 def ray_address() -> str:
@@ -57,10 +66,10 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
             engines.append(gate.options(name=f"engine-{index}").remote(
                 experiment, index, run_id, run_dir, gpus, load_weights))
         starting = [engine.start.remote() for engine in engines]
-        worker = ray.remote(num_cpus=0, max_concurrency=1_000)(RolloutWorker)
-        workers = [worker.options(name=f"worker-{i}").remote(experiment, engines)
+        actor = ray.remote(num_cpus=0, max_concurrency=1_000)(RolloutWorker)
+        workers = [actor.options(name=f"worker-{i}").remote(experiment, engines)
                    for i in range(experiment.rollout.workers)]
-        ray.get([w.sizes.remote() for w in workers])
+        ray.get([worker.prepare.remote() for worker in workers])
         ray.get(starting)
         yield Fleet(engines, workers)
     finally:

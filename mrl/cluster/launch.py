@@ -4,16 +4,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import TextIO
 
 from mrl.cluster.checkpoints import saved_steps
+from mrl.cluster.gang import next_attempt
 from mrl.cluster.fleet import ray_address, start_fleet
-from mrl.cluster.placement import place
+from mrl.cluster.placement import place, with_device
 from mrl.config.errors import UserError
 from mrl.config.load import dump_experiment
 from mrl.config.schema import Experiment
@@ -24,14 +23,14 @@ FOLLOW_S = 0.2
 
 def train(experiment: Experiment, run_dir: Path | None) -> int:
     """Run the experiment to its end. Returns the exit code: 0 when every step was trained."""
+    experiment = with_device(experiment)
     run_dir = prepare_run_dir(experiment, run_dir)
     run_id = f"{experiment.name}-{secrets.token_hex(4)}"
     print(f"run directory: {run_dir}", flush=True)
-    with stop_on_signals():
-        print("starting the engines and the rollout workers", flush=True)
-        with start_fleet(experiment, run_id, run_dir):
-            (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address()}))
-            code = run_gang(experiment, run_dir)
+    print("starting the engines and the rollout workers", flush=True)
+    with start_fleet(experiment, run_id, run_dir):
+        (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address()}))
+        code = run_gang(experiment, run_dir)
     print(closing_words(experiment, run_dir, code), flush=True)
     return code
 
@@ -55,44 +54,46 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
 
 
 def run_gang(experiment: Experiment, run_dir: Path) -> int:
-    """torchrun with one process a trainer rank; prints the run's progress until it ends. Returns its exit code."""
-    placement = place(experiment)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={len(placement.trainers)}", f"--max-restarts={experiment.trainer.max_restarts}",
-               "--monitor-interval=0.5", "-m", "mrl.cluster.rank", str(run_dir)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **experiment.trainer.env}
-    if experiment.cluster.device != "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.trainers))
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    progress, failures = run_dir / "progress.log", run_dir / "logs" / "failure.txt"
+    """The trainers, started again from the newest checkpoint when one of them dies, trainer.max_restarts times.
+
+    Returns the last exit code. The launcher restarts the whole gang rather than torchrun, whose agent would hand the
+    new ranks the store of the dead ones, stale addresses included.
+    """
+    progress = run_dir / "progress.log"
     progress.touch()
-    failures.unlink(missing_ok=True)
-    print(f"starting {len(placement.trainers)} trainer rank(s)", flush=True)
     with open(progress, encoding="utf-8") as lines:
         lines.seek(0, os.SEEK_END)
-        with ProcessTree(command, run_dir / "logs" / "torchrun.log", env=environment) as gang:
-            while (code := gang.poll()) is None:
-                sys.stdout.write(lines.read())
-                sys.stdout.flush()
-                time.sleep(FOLLOW_S)
-        sys.stdout.write(lines.read())
-    if code != 0:
-        reason = failures.read_text() if failures.exists() else gang.tail(30)
-        print(f"the trainers failed (exit code {code}):\n{reason}", file=sys.stderr, flush=True)
+        for left in reversed(range(experiment.trainer.max_restarts + 1)):
+            attempt = next_attempt(run_dir / "attempt")
+            code, reason = run_attempt(experiment, run_dir, attempt, lines)
+            if code == 0:
+                return 0
+            print(f"the trainers failed in attempt {attempt} (exit code {code}):\n{reason}", file=sys.stderr, flush=True)
+            if left:
+                print(f"restarting them from the newest checkpoint ({left} restarts left)", flush=True)
     return code
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C does, so that everything started is stopped."""
-    def leave(number, _frame):
-        raise SystemExit(128 + number)
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def run_attempt(experiment: Experiment, run_dir: Path, attempt: int, lines: TextIO) -> tuple[int, str]:
+    """torchrun with one process a trainer rank; prints what comes into `lines` until it ends: (exit code, why)."""
+    placement = place(experiment)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0",
+               f"--nproc-per-node={len(placement.trainers)}", "--monitor-interval=0.5", "-m", "mrl.cluster.rank",
+               str(run_dir), str(attempt)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **experiment.trainer.env}
+    if experiment.cluster.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.trainers))
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    failures = run_dir / "logs" / "failure.txt"
+    failures.unlink(missing_ok=True)
+    print(f"starting {len(placement.trainers)} trainer rank(s)", flush=True)
+    with ProcessTree(command, run_dir / "logs" / "torchrun.log", env=environment) as gang:
+        while (code := gang.poll()) is None:
+            sys.stdout.write(lines.read())
+            sys.stdout.flush()
+            time.sleep(FOLLOW_S)
+    sys.stdout.write(lines.read())
+    return code, failures.read_text() if failures.exists() else gang.tail(30)
 
 
 def closing_words(experiment: Experiment, run_dir: Path, code: int) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.schema import Experiment
+from mrl.preflight import count_gpus
 
 
 @dataclass(frozen=True)
 class Placement:
-    """GPU indices on the node: of the trainer ranks, in rank order, and of each engine's workers.
+    """GPU indices on the machine: of the trainer ranks, in rank order, and of each engine's workers.
 
-    On CPU the same numbers count processes and name no device.
+    On CPU the trainers' numbers count processes, and engines have none.
     """
 
     trainers: tuple[int, ...]
@@ -25,4 +26,13 @@ def place(experiment: Experiment) -> Placement:
     else:
         trainers = tuple(range(cluster.trainer_gpus))
         rollout = tuple(range(cluster.trainer_gpus, cluster.trainer_gpus + cluster.rollout_gpus))
-    return Placement(trainers, tuple(rollout[i:i + tp] for i in range(0, len(rollout), tp)))
+    engines = tuple(rollout[i:i + tp] for i in range(0, len(rollout), tp))
+    return Placement(trainers, engines if cluster.device == "cuda" else tuple(() for _ in engines))
+
+
+def with_device(experiment: Experiment) -> Experiment:
+    """The experiment with `cluster.device: auto` decided for this machine."""
+    if experiment.cluster.device != "auto":
+        return experiment
+    cluster = experiment.cluster.model_copy(update={"device": "cuda" if count_gpus() else "cpu"})
+    return experiment.model_copy(update={"cluster": cluster})

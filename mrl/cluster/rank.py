@@ -1,4 +1,4 @@
-"""One trainer rank, as torchrun starts it: `python -m mrl.cluster.rank RUN_DIR`. Builds the parts and runs the loop."""
+"""One trainer rank, as torchrun starts it: `python -m mrl.cluster.rank RUN_DIR ATTEMPT`. Builds the parts and runs the loop."""
 from __future__ import annotations
 
 import json
@@ -13,20 +13,20 @@ from mrl.config.load import load_experiment
 from mrl.platform import get_platform
 
 
-def main(run_dir: Path) -> None:
+def main(run_dir: Path, attempt: int) -> None:
     rank = int(os.environ["RANK"])
     log = os.open(run_dir / "logs" / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        run_rank(run_dir, rank)
+        run_rank(run_dir, rank, attempt)
     except Exception:
         with open(run_dir / "logs" / "failure.txt", "a", encoding="utf-8") as file:
             file.write(f"rank {rank}:\n{traceback.format_exc()}\n")
         raise
 
 
-def run_rank(run_dir: Path, rank: int) -> None:
+def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
     experiment = load_experiment(run_dir / "config.yaml", [])
     platform = get_platform(experiment.cluster.device)
     platform.set_device(int(os.environ["LOCAL_RANK"]))
@@ -35,8 +35,7 @@ def run_rank(run_dir: Path, rank: int) -> None:
 
     from mrl.cluster.checkpoints import Checkpoints
     from mrl.cluster.fleet import Fleet, connect_ray
-    from mrl.cluster.gang import Orders, Scatter, next_attempt
-    from mrl.cluster.placement import place
+    from mrl.cluster.gang import Orders, Scatter
     from mrl.loop import StepLoop
     from mrl.observe.runlog import RunLog
     from mrl.rollout.service import RolloutService
@@ -50,13 +49,12 @@ def run_rank(run_dir: Path, rank: int) -> None:
     rollouts = log = engines = None
     if rank == 0:
         connect_ray(run["ray_address"], run["run_id"])
-        fleet = Fleet.connect(len(place(experiment).engines), experiment.rollout.workers)
+        fleet = Fleet.connect(experiment.engine_count, experiment.rollout.workers)
         engines = fleet.engines
-        rollouts = RolloutService(experiment, fleet.workers, fleet.engines)
+        rollouts = RolloutService(experiment, fleet.workers, fleet.engines, attempt)
         log = RunLog(run_dir, experiment.log, steps)
-    attempt = orders.exchange(lambda beat: next_attempt(run_dir / "attempt"), timeout_s=600)
-    if rank == 0 and attempt:
-        log.say(f"the trainers were restarted: attempt {attempt}")
+        if attempt:
+            log.say(f"the trainers were restarted: attempt {attempt}")
     loop = StepLoop(experiment, trainer, WeightSync(experiment, trainer, engines, run["run_id"]), orders,
                     Scatter(trainer.layout, rank), Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log,
                     attempt)
@@ -68,4 +66,4 @@ def run_rank(run_dir: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.config.schema import Experiment
+from mrl.config.schema import Experiment, Section
 
 REQUIRED = "required"
 
@@ -25,9 +25,9 @@ class Key:
 
 
 @functools.cache
-def all_keys() -> dict[str, Key]:
-    """Sections and leaves by dotted name, in the order of the schema."""
-    schema = Experiment.model_json_schema()
+def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
+    """Sections and leaves of a kind of file by dotted name, in the order of the schema."""
+    schema = kind.model_json_schema()
     return {key.name: key for key in _walk(schema, schema["$defs"], "")}
 
 
@@ -36,26 +36,26 @@ def leaf_keys() -> list[Key]:
     return [key for key in all_keys().values() if not key.section]
 
 
-def find_key(name: str) -> Key | None:
+def find_key(name: str, kind: type[Section]) -> Key | None:
     """The key itself, or the key whose value contains it (`rollout.args.0` is part of `rollout.args`)."""
-    keys = all_keys()
+    keys = all_keys(kind)
     while name and (name not in keys):
         name = name.rpartition(".")[0]
     return keys.get(name)
 
 
-def sibling_keys(name: str) -> list[str]:
+def sibling_keys(name: str, kind: type[Section]) -> list[str]:
     """Last parts of the known keys of the section that `name` is, or would be, in."""
     parent = name.rpartition(".")[0]
-    return [known.rpartition(".")[2] for known in all_keys() if known.rpartition(".")[0] == parent]
+    return [known.rpartition(".")[2] for known in all_keys(kind) if known.rpartition(".")[0] == parent]
 
 
-def nearest_key(name: str) -> str | None:
+def nearest_key(name: str, kind: type[Section]) -> str | None:
     """The known key a user most likely meant by an unknown one: a sibling with a similar name, else a key of the same
     name in another section, else whatever is spelled most alike."""
     parent, _, leaf = name.rpartition(".")
-    names = list(all_keys())
-    if close := difflib.get_close_matches(leaf, sibling_keys(name), n=1):
+    names = list(all_keys(kind))
+    if close := difflib.get_close_matches(leaf, sibling_keys(name, kind), n=1):
         return f"{parent}.{close[0]}" if parent else close[0]
     if same := [known for known in names if known.rpartition(".")[2] == leaf]:
         return same[0]

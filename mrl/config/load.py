@@ -10,15 +10,17 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from mrl.config import source
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.keys import find_key, nearest_key, sibling_keys
-from mrl.config.schema import Experiment
+from mrl.config.keys import all_keys, find_key, nearest_key, sibling_keys
+from mrl.config.schema import Experiment, Section, SftExperiment
+
+Kind = TypeVar("Kind", bound=Section)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -29,20 +31,30 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     Raises:
         ConfigError: listing every unreadable file, unknown key, missing key and wrong value, with where it was given.
     """
-    return load_with_origins(path, overrides)[0]
+    return _load(Experiment, path, overrides)[0]
+
+
+def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftExperiment:
+    """As `load_experiment`, for a file of supervised fine-tuning."""
+    return _load(SftExperiment, path, overrides)[0]
 
 
 def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Experiment, dict[str, str]]:
     """As `load_experiment`, and where each key was given (dotted key -> "file:line" or the override), for `locate`."""
+    return _load(Experiment, path, overrides)
+
+
+def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple[Kind, dict[str, str]]:
     layer = source.read_overrides(overrides).over(source.read_file(Path(path).expanduser()))
     problems = list(layer.problems)
     try:
-        experiment = absolute_paths(Experiment.model_validate(layer.data))
+        experiment = absolute_paths(kind.model_validate(layer.data))
     except ValidationError as error:
         reported = {problem.key for problem in problems}
         unreadable = not layer.data  # then every key would be reported as missing
         if not unreadable:
-            problems += [problem for problem in map(_translate, error.errors()) if problem.key not in reported]
+            translated = [_translate(detail, kind) for detail in error.errors()]
+            problems += [problem for problem in translated if problem.key not in reported]
     else:
         if not problems:
             return experiment, layer.origins
@@ -67,26 +79,34 @@ def is_hub_id(model_path: str) -> bool:
     return _HUB_ID.fullmatch(model_path) is not None and not os.path.isdir(model_path)
 
 
-def absolute_paths(experiment: Experiment) -> Experiment:
+def absolute_paths(experiment: Kind) -> Kind:
     """A copy whose relative paths are absolute, seen from the current directory.
 
     Symbolic links are kept: a virtual environment's `python` is one, and works only under its own name.
     """
-    rules: dict[tuple[str, str], Callable[[str], str]] = {
-        ("model", "path"): lambda value: value if is_hub_id(value) else _absolute(value),
-        ("model", "chat_template"): _absolute,
-        ("data", "train"): _absolute_data,
-        ("data", "eval"): _absolute_data,
-        ("reward", "function"): _absolute_function,
-        ("rollout", "python"): lambda value: _absolute(value) if "/" in value else value,
-        ("log", "dir"): _absolute,
+    rules: dict[str, Callable[[str], str]] = {
+        "out": _absolute,
+        "model.path": lambda value: value if is_hub_id(value) else _absolute(value),
+        "model.chat_template": _absolute,
+        "data.train": _absolute_data,
+        "data.eval": _absolute_data,
+        "reward.function": _absolute_function,
+        "rollout.python": lambda value: _absolute(value) if "/" in value else value,
+        "log.dir": _absolute,
     }
-    for (name, key), rule in rules.items():
-        section = getattr(experiment, name)
-        if value := getattr(section, key):
-            changed = section.model_copy(update={key: rule(value)})
-            experiment = experiment.model_copy(update={name: changed})
+    known = all_keys(type(experiment))
+    for key, rule in rules.items():
+        if key in known:
+            experiment = _with(experiment, key.split("."), rule)
     return experiment
+
+
+def _with(section: Kind, parts: list[str], rule: Callable[[str], str]) -> Kind:
+    """A copy of the section in which `rule` was applied to the key at `parts`, unless that is null."""
+    name, *rest = parts
+    value = getattr(section, name)
+    changed = _with(value, rest, rule) if rest else rule(value) if value else value
+    return section.model_copy(update={name: changed})
 
 
 def _absolute(path: str) -> str:
@@ -102,14 +122,14 @@ def _absolute_function(value: str) -> str:
     return f"{_absolute(file)}:{function}" if colon and file else value
 
 
-def _translate(error: dict[str, Any]) -> Problem:
+def _translate(error: Mapping[str, Any], kind: type[Section]) -> Problem:
     """One pydantic error in the words of the experiment file."""
     key = ".".join(str(part) for part in error["loc"] if part != "[key]")
-    known = find_key(key)
+    known = find_key(key, kind)
     if error["type"] == "extra_forbidden":
-        near = nearest_key(key)
-        remedy = f"did you mean {near}?" if near else "`mrl check --keys` lists all keys"
-        return Problem(key, _shown(error["input"]), f"unknown key; known here: {', '.join(sibling_keys(key))}", remedy)
+        near = nearest_key(key, kind)
+        allowed = f"unknown key; known here: {', '.join(sibling_keys(key, kind))}"
+        return Problem(key, _shown(error["input"]), allowed, f"did you mean {near}?" if near else "")
     if error["type"] == "missing":
         about = f"{known.type} ({known.description})" if known.description else known.type
         return Problem(key, "", f"required; {about}", "add the key")

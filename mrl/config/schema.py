@@ -177,6 +177,29 @@ class Log(Section):
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
 
 
+class SftBatch(Section):
+    samples_per_step: PositiveInt = Field(description="samples of one optimizer step")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        16384, description="tokens one forward/backward holds on one data-parallel replica")
+
+
+class SftCluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible")
+
+
+class SftExperiment(Section):
+    """One supervised fine-tuning: everything `mrl.sft` needs to know. torchrun decides the number of ranks."""
+
+    seed: NonNegativeInt = Field(1, description="of the samples' order and initialisation")
+    out: str = Field(description="directory to write, as a Hugging Face checkpoint")
+    steps: PositiveInt = Field(description="optimizer steps")
+    model: Model
+    data: Data
+    batch: SftBatch
+    trainer: Trainer = Trainer()
+    cluster: SftCluster = SftCluster()
+
+
 class Experiment(Section):
     """One experiment: everything `mrl train` needs to know."""
 

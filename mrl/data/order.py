@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Draw(NamedTuple):
-    """One prompt of the stream. `position` counts from 0 and never repeats; `row` does, once an epoch."""
+    """What stands at one position of the stream: a 0-based row, and how many times all rows came before."""
 
-    position: int
     epoch: int
     row: int
 
@@ -28,16 +27,22 @@ class PromptOrder:
         self._identity = {"rows": rows, "seed": seed, "shuffle": shuffle}
         self._rows, self._seed, self._shuffle = rows, seed, shuffle
         self._position = 0
+        # The epoch in progress and its order: what `at` would otherwise compute again for every position.
         self._permutation: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def position(self) -> int:
+        """Prompts taken so far. Positions count on over epochs and resumes, so each identifies one draw."""
+        return self._position
 
     def at(self, position: int) -> Draw:
         """What stands at a position of the stream; does not move it."""
         epoch, place = divmod(position, self._rows)
         if not self._shuffle:
-            return Draw(position, epoch, place)
+            return Draw(epoch, place)
         if self._permutation[0] != epoch:
             self._permutation = (epoch, self._shuffled(epoch))
-        return Draw(position, epoch, self._permutation[1][place])
+        return Draw(epoch, self._permutation[1][place])
 
     def take(self, count: int) -> list[Draw]:
         """The next `count` prompts; moves the stream past them."""

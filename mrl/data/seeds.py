@@ -12,8 +12,9 @@ def request_seed(run_seed: int, step: int, prompt_id: int, sample_index: int) ->
     Args:
         run_seed: the experiment's `seed`.
         step: the loop step that trains on the sample.
-        prompt_id: what identifies the group within the step. A row number will not do if a step can draw the same row
-            twice (a small data set): its two groups would be copies of each other. `Draw.position` will.
+        prompt_id: what identifies the group within the step. A row number will not do where a step can draw the same
+            row twice (a small data set, the end of an epoch): the two groups would be copies of each other. The
+            position in the prompt stream will.
         sample_index: 0 .. samples_per_prompt - 1.
 
     Returns:

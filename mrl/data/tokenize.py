@@ -1,15 +1,26 @@
 """Prompts to token ids, once; generated ids back to text, for rewards and logs only, never to train on."""
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from mrl.config import schema
 from mrl.data.prompts import DataError, Row
+
+
+class PromptTooLong(DataError):
+    """A prompt exceeds `data.max_prompt_tokens`."""
+
+
+class UnknownToken(ValueError):
+    """A token id that the model cannot have produced: the tokens belong to another model."""
+
+
+_NO_TEXT = "\ufffd"
 
 
 class PromptEncoder:
@@ -36,13 +47,23 @@ class PromptEncoder:
             self._tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         if not self._tokenizer.chat_template:
             raise DataError(f"the tokenizer of {model_path} has no chat template: set model.chat_template")
+        config = AutoConfig.from_pretrained(model_path).get_text_config()
         self._known_ids = max(self._tokenizer.get_vocab().values()) + 1
-        self._stop_ids = self._find_stop_ids(model_path)
+        self._embedding_rows = config.vocab_size
+        if self._known_ids > self._embedding_rows:
+            raise DataError(f"the tokenizer of {model_path} has ids up to {self._known_ids - 1}, but the model only "
+                            f"{self._embedding_rows} embedding rows: they do not belong together")
+        self._stop_ids = self._find_stop_ids(model_path, getattr(config, "eos_token_id", None))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: those of the tokenizer and of the model's generation config, sorted."""
+        """Ids that end a response: those of the tokenizer, the model's config and its generation config, sorted."""
         return self._stop_ids
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends an assistant turn: the tokenizer's end-of-sequence token, else the first stop id."""
+        return self._stop_ids[0] if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The chat a row stands for. A string prompt gets `system_prompt` and `prompt_suffix`, a list is left as is."""
@@ -62,8 +83,9 @@ class PromptEncoder:
             # The template writes the special tokens itself; add_special_tokens would double them.
             text = self._tokenizer.apply_chat_template(self.messages(row), add_generation_prompt=True, tokenize=False)
         except Exception as error:
-            raise DataError(f"the chat template refuses the prompt {row[self._data.prompt_key]!r:.200}: {error}") from error
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+            prompt = row[self._data.prompt_key]
+            raise DataError(f"the chat template refuses the prompt {prompt!r:.200}: {error}") from error
+        ids = self.encode_text(text)
         if len(ids) > self._data.max_prompt_tokens:
             raise PromptTooLong(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens is "
                                 f"{self._data.max_prompt_tokens}: raise it, or set data.overlong_prompt to drop")
@@ -92,39 +114,39 @@ class PromptEncoder:
                             f"({self._data.max_prompt_tokens}) and were dropped: raise it")
         return kept, encoded
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text, nothing added. For targets of supervised training."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out.
 
-        Raises:
-            UnknownToken: an id that the tokenizer does not have. A model can emit one if its embedding has more rows
-                than the tokenizer has ids (padding rows).
-        """
-        unknown = sorted({token for token in ids if not 0 <= token < self._known_ids})
-        if unknown:
-            raise UnknownToken(f"token ids {unknown[:10]} are beyond the tokenizer, which has ids 0 to "
-                               f"{self._known_ids - 1}")
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        A model whose embedding has more rows than the tokenizer has ids can sample such an unused id. It stands as
+        U+FFFD in the text: leaving it out could turn a wrong answer into a right one.
 
-    def _find_stop_ids(self, model_path: str) -> tuple[int, ...]:
-        config = AutoConfig.from_pretrained(model_path).get_text_config()
-        if self._known_ids > config.vocab_size:
-            raise DataError(f"the tokenizer of {model_path} has ids up to {self._known_ids - 1}, but the model only "
-                            f"{config.vocab_size} embedding rows: they do not belong together")
-        generation = Path(model_path) / "generation_config.json"
-        declared = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-        candidates = [self._tokenizer.eos_token_id, getattr(config, "eos_token_id", None), declared]
-        found: set[int] = set()
-        for candidate in candidates:
+        Raises:
+            UnknownToken: an id beyond the model's embedding.
+        """
+        beyond = sorted({token for token in ids if not 0 <= token < self._embedding_rows})
+        if beyond:
+            raise UnknownToken(f"token ids {beyond[:10]} are beyond the model, which has ids 0 to "
+                               f"{self._embedding_rows - 1}: these tokens come from another model")
+        runs = itertools.groupby(ids, key=lambda token: token < self._known_ids)
+        return "".join(self._decode_known(list(run)) if known else _NO_TEXT * len(list(run)) for known, run in runs)
+
+    def _decode_known(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _find_stop_ids(self, model_path: str, configured: int | list[int] | None) -> tuple[int, ...]:
+        try:
+            declared = GenerationConfig.from_pretrained(model_path).eos_token_id
+        except OSError:
+            declared = None     # a model need not have a generation config
+        found: set[int | None] = set()
+        for candidate in (self._tokenizer.eos_token_id, configured, declared):
             found.update(candidate if isinstance(candidate, (list, tuple)) else [candidate])
         stop_ids = tuple(sorted(found - {None}))
         if not stop_ids:
-            raise DataError(f"neither the tokenizer nor the configuration of {model_path} names an end-of-sequence token")
+            raise DataError(f"neither tokenizer nor configuration of {model_path} names an end-of-sequence token: "
+                            "set eos_token_id in its config.json")
         return stop_ids
-
-
-class PromptTooLong(DataError):
-    """A prompt exceeds `data.max_prompt_tokens`."""
-
-
-class UnknownToken(ValueError):
-    """A token id that the tokenizer does not have."""

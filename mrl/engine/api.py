@@ -65,6 +65,30 @@ class EngineClosed(RuntimeError):
     """The gate is closed: the engine holds no committed weights, or is about to receive others. Ask again later."""
 
 
+class SyncError(RuntimeError):
+    """A weight sync was refused or broke off. The message says whether the engine still serves what it had."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine server could not be started; the message has the key to look at, or the end of the server's log."""
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """One engine's account of a sync that was committed.
+
+    Seconds are those of the slowest worker: waiting for bytes (`receive_s`), and putting them in place (`apply_s`).
+    `drain_s`: waiting for requests in flight. `unverified`: HF tensors whose place in the engine is not known, so that
+    their checksums could not be compared; only filled in when `verified`.
+    """
+
+    verified: bool
+    drain_s: float
+    receive_s: float
+    apply_s: float
+    unverified: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class EngineStatus:
     """What an engine says about itself. `incarnation` counts server starts; weights do not survive one.

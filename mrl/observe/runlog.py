@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mrl.config.schema import Log
 from mrl.rollout.types import Group
+from mrl.stream.sync import PushReport
 
 
 class RunLog:
@@ -50,9 +51,11 @@ class RunLog:
         shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
         self.say(f"evaluation after step {step}: {shown} ({values['eval/prompts']} prompts)")
 
-    def push(self, step: int, report) -> None:
+    def push(self, step: int, report: PushReport) -> None:
         """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""
-        self.metrics(step, {"kind": "sync", **report.metrics()})
+        self.metrics(step, {"kind": "sync", "sync/seconds": report.seconds, "sync/gather": report.gather_s,
+                            "sync/send": report.send_s, "sync/load": report.load_s, "sync/bytes": report.bytes,
+                            "sync/verified": report.verified, "sync/version": report.version})
         for index, error in report.errors.items():
             if error:
                 self.say(f"engine {index} did not take the weights of step {step}: {error}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import resource
+import warnings
 from typing import Any, Callable
 
 import torch
@@ -30,19 +30,18 @@ class CpuPlatform(Platform):
 
     def install(self) -> None:
         if torch.cuda.current_device is not _current_device:
+            _expect_no_gpu_packages()
             _patch_torch_cuda()
             _patch_tensor_methods()
-            _patch_factories()
             _patch_megatron()
 
     def synchronize(self) -> None:
         """CPU work is done when the call returns."""
 
     def memory(self) -> dict[str, float]:
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * resource.getpagesize()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"allocated": resident / 2**30, "peak": peak / 2**30}
+        with open("/proc/self/status") as status:
+            kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in status if "kB" in line)}
+        return {"allocated": kib["VmRSS"] / 2**20, "peak": max(kib["VmHWM"], kib["VmRSS"]) / 2**20}
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
@@ -85,6 +84,12 @@ class _Stream(_Event):
         return _Event()
 
 
+def _expect_no_gpu_packages() -> None:
+    # Megatron reports every fused GPU kernel it does not find, on every rank; torch that Megatron uses older names.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+
+
 def _patch_torch_cuda() -> None:
     cuda = torch.cuda
     # Parameters, activations and receive buffers are allocated on torch.cuda.current_device().
@@ -117,17 +122,16 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.type = type_as_on_gpu
 
 
-def _patch_factories() -> None:
-    # Schedules, the optimizer and gradient norms hard-code device="cuda" in these factories.
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
+class _TorchOnCpu:
+    """The torch module, except that factories take device="cuda" for "cpu"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
+        if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
@@ -135,15 +139,25 @@ def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _patch_megatron() -> None:
-    # Small fused functions are decorated with torch.compile on import: loading the compiler costs seconds, and using
-    # them a C++ compiler run each, for no gain on the CPU.
+    # Small fused functions are decorated with torch.compile on import: each would cost a run of the C++ compiler, for no
+    # gain on the CPU.
     real_compile, torch.compile = torch.compile, lambda function: function
     try:
-        import megatron.core.jit as jit
-        import megatron.core.tensor_parallel.random as random
+        from megatron.core import jit, utils
+        from megatron.core.optimizer import clip_grads, optimizer
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import random
     finally:
         torch.compile = real_compile
     jit.disable_jit_fuser()
+
+    # These modules write device="cuda" into calls of torch. They get a torch of their own; replacing the functions in
+    # torch itself would break `with torch.device(…)`, by which transformers builds models.
+    on_cpu = _TorchOnCpu()
+    for name in ("tensor", "zeros", "ones", "empty"):
+        setattr(on_cpu, name, _cuda_means_cpu(getattr(torch, name)))
+    for module in (clip_grads, optimizer, schedules, utils):
+        module.torch = on_cpu
 
     # These two reach into CUDA's C++ generators, past torch.cuda.
     random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()

@@ -1,8 +1,11 @@
 """Rules, family tables, layouts and plans: Hugging Face tensors to Megatron shards and back.
 
-Pure functions; nothing here knows torch.distributed. Importing this package does not import torch: what reads and
-writes checkpoint directories is in `mrl.reshard.load` and `mrl.reshard.export`.
+Pure functions; nothing here knows torch.distributed. Importing this package does not import torch: `load_hf`,
+`export_tensors` and `save_hf`, which read and write checkpoint directories, do so when they are first asked for.
 """
+from importlib import import_module
+from typing import Any
+
 from mrl.reshard.families import FAMILIES, family_of
 from mrl.reshard.layout import Coord, Layout, layer_range
 from mrl.reshard.params import ParamPlan, hf_tensors, local_params
@@ -12,8 +15,16 @@ from mrl.reshard.rules import Family, Rule
 from mrl.reshard.spec import ModelSpec, layout_problems, model_spec, read_config
 from mrl.reshard.views import assemble_views, pack_views
 
+_WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export"}
+
 __all__ = [
     "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "FAMILIES", "Family", "Layout", "ModelSpec", "ParamPlan", "Piece",
     "Rule", "SyncPlan", "assemble_views", "family_of", "hf_tensors", "layer_range", "layout_problems", "local_params",
-    "model_spec", "pack_views", "plan_sync", "read_config",
+    "model_spec", "pack_views", "plan_sync", "read_config", *_WITH_TORCH,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

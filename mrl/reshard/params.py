@@ -45,7 +45,7 @@ class _Entry:
 
 
 def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> list[ParamPlan]:
-    """What the rank at `coord` holds, in Megatron's order. `te`: names of the Transformer Engine layer spec.
+    """What the rank at `coord` holds, in table order. `te`: names of the Transformer Engine layer spec.
 
     ValueError listing every reason why the model cannot be cut this way.
     """
@@ -61,7 +61,7 @@ def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> lis
 
 
 def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
-    """The parameters of a stage that leave it, in Megatron's order: all but tied copies."""
+    """The parameters of a stage that leave it, in table order: all but tied copies."""
     shards = [local_params(spec, layout, Coord(tp=tp, pp=stage), te) for tp in range(layout.tp)]
     for column in zip(*shards, strict=True):
         if any(piece.leaves for param in column for piece in param.pieces):

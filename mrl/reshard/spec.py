@@ -95,7 +95,7 @@ def model_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
         problems.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: head_dim is missing")
     if heads % kv_heads:
         problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if "rms_norm_eps" not in config:
+    if config.get("rms_norm_eps") is None:
         problems.append("rms_norm_eps is missing")
     rope_theta, rope_scaling = _rope(config, problems)
     if problems:
@@ -151,8 +151,11 @@ def _size(config: Mapping[str, Any], key: str, problems: list[str], null: int | 
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """Rotary base and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Where a file has both, `rope_scaling` counts, as it does in transformers.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_ROPE_THETA
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)

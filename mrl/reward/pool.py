@@ -38,10 +38,15 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One score. `error` says why it is 0 for another reason than a wrong answer, else it is None."""
+    """One score.
+
+    error: why it is 0 for another reason than a wrong answer, else None.
+    extracted: the answer that was found in the response; None if none was, and always for custom functions.
+    """
 
     reward: float
     error: str | None = None
+    extracted: str | None = None
 
 
 class RewardPool:
@@ -74,7 +79,7 @@ class RewardPool:
         reply = await self._submit("score", prompt, response_text, answer, dict(sample))
         self._counts["calls"] += 1
         if "reward" in reply:
-            return RewardResult(reply["reward"])
+            return RewardResult(reply["reward"], extracted=reply["extracted"])
         [(fault, message)] = reply.items()
         self._counts[fault] += 1
         return RewardResult(0.0, f"{fault}: {message}")
@@ -139,7 +144,8 @@ class RewardPool:
             return process
         process.kill()
         self._forget(process)
-        raise RewardError(f"the verifier (reward.kind {self._reward.kind}) does not start: {next(iter(ready.values()))}")
+        reason = next(iter(ready.values()))
+        raise RewardError(f"the verifier (reward.kind {self._reward.kind}) does not start: {reason}")
 
     def _forget(self, process: _Process) -> None:
         with self._lock:
@@ -158,7 +164,7 @@ class _Process:
         search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-P", "-m", "mrl.reward.worker", str(theirs.fileno()), reward.kind]
         with theirs:
-            # A session of its own, so that a kill takes along what the verifier started.
+            # A process group of its own, so that a kill takes along what the verifier started.
             self._popen = subprocess.Popen(
                 command + ([reward.function] if reward.function else []), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"PYTHONPATH": search_path})
@@ -184,7 +190,7 @@ class _Process:
             return self._crashed()
 
     def kill(self) -> None:
-        """End the process and everything in its session, and reap it. Safe from any thread, any number of times."""
+        """End the process and its group, and reap it. Safe from any thread, any number of times."""
         self.dead = True
         # Once reaped, its number may belong to somebody else.
         if self._popen.returncode is None:

@@ -13,9 +13,9 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 # Sampled text such as 9^{9^{9^9}} makes a computer-algebra system fill the machine before its time is up.
@@ -28,7 +28,7 @@ def main(fd: int, kind: str, function: str | None) -> None:
     os.set_inheritable(fd, False)
     connection = Connection(fd)
     try:
-        score, check = _verifier(kind, function)
+        verifier = _verifier(kind, function)
     except BaseException as error:
         connection.send_bytes(json.dumps({"broken": _describe(error)}).encode())
         return
@@ -38,47 +38,59 @@ def main(fd: int, kind: str, function: str | None) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(json.dumps(_reply(request, score, check)).encode())
+        connection.send_bytes(json.dumps(_reply(request, verifier)).encode())
 
 
-def _verifier(kind: str, function: str | None) -> tuple[Callable[..., Any], Callable[[Any], None]]:
-    """(score(prompt, response, answer, row), check(answer)) of a kind; only that kind's libraries are imported."""
+class _Verifier(NamedTuple):
+    score: Callable[[Any, str, Any, Mapping[str, Any]], Any]
+    """(prompt, response, answer, row) -> reward"""
+    extract: Callable[[str], str | None]
+    """response -> the answer in it, for people to read"""
+    check: Callable[[Any], None]
+    """Raises if a reference answer is unusable."""
+
+
+def _verifier(kind: str, function: str | None) -> _Verifier:
+    """The verifier of a kind; only that kind's libraries are imported."""
     if kind == "custom":
         from mrl.reward import custom
-        return custom.load(function or ""), lambda answer: None
+        return _Verifier(custom.load(function or ""), lambda response: None, lambda answer: None)
     if kind == "exact":
-        from mrl.reward import exact as verifier
+        from mrl.reward import exact as rules
     elif kind == "math":
         _limit_memory(_MATH_MEMORY_BYTES)
-        from mrl.reward import math as verifier
+        from mrl.reward import math as rules
     else:
         raise ValueError(f"reward.kind {kind!r} is unknown: use math, exact or custom")
-    return lambda prompt, response, answer, row: verifier.score(response, answer), verifier.check_gold
+    return _Verifier(lambda prompt, response, answer, row: rules.score(response, answer),
+                     rules.extract_answer, rules.check_gold)
 
 
-def _reply(request: bytes, score: Callable[..., Any], check: Callable[[Any], None]) -> dict[str, Any]:
+def _reply(request: bytes, verifier: _Verifier) -> dict[str, Any]:
     try:
         operation, *arguments = pickle.loads(request)
         if operation == "check":
-            check(*arguments)
+            verifier.check(*arguments)
             return {"reward": 0.0}
-        value = score(*arguments)
+        value = verifier.score(*arguments)
+        _, response, *_ = arguments
+        extracted = verifier.extract(response)
     # SystemExit and the like are a verifier's faults too, and must not end the process unexplained.
     except BaseException as error:
         return {"error": _describe(error)}
-    return _checked(value)
+    return _checked(value, extracted)
 
 
-def _checked(value: Any) -> dict[str, Any]:
+def _checked(value: Any, extracted: str | None) -> dict[str, Any]:
     if not hasattr(type(value), "__float__"):
         return {"invalid": f"the reward function returned {value!r:.200} ({type(value).__name__}), not a number"}
     try:
         reward = float(value)
     except Exception as error:
-        return {"invalid": f"the reward function returned a {type(value).__name__} that is no number: {_describe(error)}"}
+        return {"invalid": f"the reward function returned a {type(value).__name__}, not a number: {_describe(error)}"}
     if not math.isfinite(reward):
         return {"invalid": f"the reward function returned {reward}, which is not finite"}
-    return {"reward": reward}
+    return {"reward": reward, "extracted": extracted}
 
 
 def _describe(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import time
 from typing import Callable
 
 import ray
+from ray.exceptions import RayActorError
 
 from mrl.config.schema import Experiment
 from mrl.data.order import PromptOrder
@@ -21,9 +22,11 @@ class RolloutService:
     workers, engines: Ray handles of RolloutWorker and EngineServer actors.
     """
 
-    def __init__(self, experiment: Experiment, workers: list, engines: list):
+    def __init__(self, experiment: Experiment, workers: list, engines: list, attempt: int = 0):
+        """`attempt`: requests that earlier attempts of the trainers made are dropped, and their pushes refused."""
         self.experiment, self.workers, self.engines = experiment, workers, engines
         ray.get([worker.cancel.remote() for worker in workers])
+        ray.get([engine.abort.remote(attempt) for engine in engines])
         sizes: dict[Kind, int] = ray.get(workers[0].sizes.remote())
         self.order = PromptOrder(sizes["train"], experiment.seed, experiment.data.shuffle)
         self.eval_prompts = min(sizes["eval"], experiment.eval.max_prompts or sizes["eval"])
@@ -35,10 +38,9 @@ class RolloutService:
 
     def ask_training(self, step: int, version: Version) -> None:
         """Ask for batch `step`; the engines serve `version` now."""
-        first = self.order.position
-        batch = self.experiment.batch
-        self._ask([GroupRequest(first + i, index, step, batch.samples_per_prompt, "train")
-                   for i, (_, index) in enumerate(self.order.take(batch.prompts_per_step))], version)
+        batch, first = self.experiment.batch, self.order.position
+        self._ask([GroupRequest(first + i, draw.row, step, batch.samples_per_prompt, "train")
+                   for i, draw in enumerate(self.order.take(batch.prompts_per_step))], version)
 
     def ask_evaluation(self, version: Version) -> None:
         samples = self.experiment.eval.samples_per_prompt
@@ -74,9 +76,6 @@ class RolloutService:
             if self.failed_pushes[index] >= FAILED_PUSHES_ALLOWED:
                 raise RuntimeError(f"engine {index} refused the weights {FAILED_PUSHES_ALLOWED} times: {error}")
 
-    def engine_status(self) -> list[EngineStatus]:
-        return ray.get([engine.status.remote() for engine in self.engines])
-
     def state(self) -> dict:
         return self.order.state()
 
@@ -103,7 +102,13 @@ class RolloutService:
                 self.groups[group.request.kind].append(group)
 
     def _engines_without_weights(self) -> list[int]:
-        statuses = self.engine_status()
+        statuses: list[EngineStatus] = []
+        for engine in self.engines:
+            try:
+                statuses.append(ray.get(engine.status.remote()))
+            except RayActorError as error:  # the gate itself is gone, and its server with it
+                lost = f"the gate of engine {len(statuses)} died: {error}"
+                statuses.append(EngineStatus(len(statuses), 0, "failed", None, 0, lost, 0))
         if all(status.state == "failed" for status in statuses):
             raise RuntimeError(f"no engine is left: {statuses[0].error}")
         return [status.index for status in statuses if status.state == "dirty"]

@@ -27,14 +27,21 @@ class RolloutWorker:
         self.router = Router(engines, experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
-        self.rows, self.prompts = {}, {}
-        for kind, source in (("train", experiment.data.train), ("eval", experiment.data.eval)):
-            rows = load_prompts(source, experiment.data) if source else []
-            self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
+        self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}
+        self.prompts: dict[Kind, list[list[int]]] = {"train": [], "eval": []}
         self.done: list[Group] = []
         self.tasks: set[asyncio.Task] = set()
         self.failure: BaseException | None = None
         self.progress = asyncio.Event()
+
+    async def prepare(self) -> None:
+        """Read, tokenise and check all prompts and reference answers. Raises what is wrong with them, by row."""
+        data = self.experiment.data
+        for kind, source in (("train", data.train), ("eval", data.eval)):
+            if source:
+                rows = load_prompts(source, data)
+                await self.rewards.check_answers([row[data.answer_key] for row in rows])
+                self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
 
     async def sizes(self) -> dict[Kind, int]:
         """Usable prompts of each kind."""
@@ -92,7 +99,7 @@ class RolloutWorker:
                       str(row[self.experiment.data.answer_key]), list(trajectories), started=started)
         group.regenerated = group.version != asked
         group.finished = time.time()
-        await asyncio.gather(*(self._score(group, row, t) for t in group.trajectories))
+        await asyncio.gather(*(self._score(row, t) for t in group.trajectories))
         self.done.append(group)
 
     async def _sample(self, request: GroupRequest, sample: int) -> Trajectory:
@@ -101,7 +108,7 @@ class RolloutWorker:
         greedy = request.kind == "eval" and experiment.eval.temperature == 0
         completion = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
-            seed=request_seed(experiment.seed, request.step, request.prompt_index, sample),
+            seed=request_seed(experiment.seed, request.step, request.group_id, sample),
             max_tokens=sampling.max_response_tokens,
             temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -115,6 +122,8 @@ class RolloutWorker:
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
                           self.encoder.decode(completion.token_ids))
 
-    async def _score(self, group: Group, row: dict, trajectory: Trajectory) -> None:
-        result = await self.rewards.score(group.prompt_text, trajectory.response_text, group.answer, row)
+    async def _score(self, row: dict, trajectory: Trajectory) -> None:
+        data = self.experiment.data
+        result = await self.rewards.score(
+            row[data.prompt_key], trajectory.response_text, row[data.answer_key], row)
         trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted

@@ -13,7 +13,7 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Mapping
 
 import megatron.core
 import torch
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from mrl.trainer.trainer import Trainer
 
 
-def save(trainer: Trainer, directory: Path) -> None:
-    """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
+def save(trainer: Trainer, directory: Path, extra: Mapping[str, bytes]) -> None:
+    """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective.
+
+    extra: further files by name, of which rank 0 writes its own.
+    """
     partial = directory.with_name(directory.name + ".tmp")
     first = dist.get_rank() == 0
     if first:
@@ -43,6 +46,8 @@ def save(trainer: Trainer, directory: Path) -> None:
     torch.save(_rank_state(trainer), partial / state_file(dist.get_rank()))
     if first:
         (partial / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
+        for name, content in extra.items():
+            (partial / name).write_bytes(content)
     dist.barrier()
     if first:
         _replace(partial, directory)

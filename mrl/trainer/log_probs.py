@@ -88,14 +88,14 @@ class _VocabParallel(torch.autograd.Function):
         shard.all_reduce(sums)
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0]
-        log_normalizer = maximum + log_sum
-        ctx.save_for_backward(logits, targets, log_normalizer, entropy)
+        ctx.save_for_backward(logits, targets, maximum, log_sum, entropy)
         ctx.shard, ctx.temperature = shard, temperature
-        return sums[2] - log_normalizer, entropy
+        # In this order: the maximum may be so large that log_sum would vanish in their sum.
+        return sums[2] - maximum - log_sum, entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        logits, targets, log_normalizer, entropy = ctx.saved_tensors
+        logits, targets, maximum, log_sum, entropy = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         columns = shard.columns(logits)
         grad = torch.zeros_like(logits)
@@ -103,7 +103,8 @@ class _VocabParallel(torch.autograd.Function):
             if columns == 0:
                 break
             # With p = softmax: d log p(t) / dx_j = [j = t] - p_j and d entropy / dx_j = -p_j (log p_j + entropy).
-            log_p = (logits[rows, :columns].float() / temperature).sub_(log_normalizer[rows, None])
+            log_p = logits[rows, :columns].float() / temperature
+            log_p.sub_(maximum[rows, None]).sub_(log_sum[rows, None])
             p = log_p.exp()
             g = grad_log_prob[rows, None] + grad_entropy[rows, None] * (log_p + entropy[rows, None])
             g.mul_(p).neg_()

@@ -7,11 +7,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mrl.config.schema import TrainerParallel
 from mrl.reshard import Layout, ModelSpec
 from mrl.trainer import megatron_compat
+from mrl.trainer.rope import inverse_frequencies
 
 
 def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.dtype, te: bool) -> TransformerConfig:
@@ -43,8 +43,11 @@ def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.
         variable_seq_lengths=parallel.pp > 1,
         # Of no effect in dense models, but Megatron checks it against variable_seq_lengths all the same.
         moe_token_dispatcher_type="alltoall",
-        # The weights are always loaded, never drawn.
-        perform_initialization=False,
+        # The weights are always loaded, never drawn. (Without perform_initialization, Megatron would also not mark
+        # weights as tensor-parallel, and count only rank 0's share in the gradient norm.)
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         # The loss arrives already weighted (one weight a token, summing to 1): the gradient is a plain sum.
         calculate_per_token_loss=True,
         # Fused kernels come with Transformer Engine; the others need NVIDIA's apex.
@@ -54,6 +57,11 @@ def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """An initialisation that does nothing."""
+    return weight
 
 
 def build_model(spec: ModelSpec, hf_config: PretrainedConfig, layout: Layout, config: TransformerConfig,
@@ -71,24 +79,3 @@ def build_model(spec: ModelSpec, hf_config: PretrainedConfig, layout: Layout, co
     )
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
     return model
-
-
-def inverse_frequencies(hf_config: PretrainedConfig) -> torch.Tensor:
-    """fp32 [head_dim / 2]: rotary frequencies exactly as transformers computes them, scaling included.
-
-    Raises:
-        ValueError: a scaling that depends on the sequence length, or that also scales attention.
-    """
-    rope = hf_config.rope_parameters
-    kind = rope["rope_type"]
-    if kind == "default":
-        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: default, linear, llama3, and "
-                         f"yarn with attention_factor 1")
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    if attention_factor != 1.0:
-        raise ValueError(f"config.json: rope_type {kind!r} scales attention by {attention_factor:.4g}, which is not "
-                         f"supported; only an attention_factor of 1 is")
-    return frequencies

@@ -7,7 +7,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -145,9 +146,12 @@ class Trainer:
             raise RuntimeError("no reference parameters are kept because algorithm.kl.coef is 0; set it above 0")
         return self._reference.swapped_in()
 
-    def save(self, directory: str | Path) -> None:
-        """Write weights, optimizer, schedule and random state to `directory`, all or nothing."""
-        checkpoint.save(self, Path(directory))
+    def save(self, directory: str | Path, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """Write weights, optimizer, schedule and random state to `directory`, all or nothing.
+
+        extra: files that rank 0 adds to it, by name.
+        """
+        checkpoint.save(self, Path(directory), extra)
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. ValueError for another layout, naming both."""

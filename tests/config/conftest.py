@@ -1,4 +1,4 @@
-"""A complete, valid experiment on disk, and a stand-in for the engine's Python that answers the probe for its package."""
+"""A complete, valid experiment on disk, with a stand-in for the Python that holds the engine."""
 import json
 import os
 import sys
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     python = tmp_path / "python"
     # A package named vllm that this Python finds: enough for the probe, which must not import it.
     (tmp_path / "site" / "vllm").mkdir(parents=True)
-    (tmp_path / "site" / "vllm" / "__init__.py").write_text("raise RuntimeError('the probe must not import the engine')")
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text("raise RuntimeError('the probe must not import it')")
     python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} \"$@\"\n")
     python.chmod(0o755)
     return tmp_path

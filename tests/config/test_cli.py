@@ -147,17 +147,27 @@ def test_train_refuses_before_it_starts_anything(invoke, experiment_file, monkey
 
 def test_export_hands_over(invoke, monkeypatch):
     calls = []
-    fake_module(monkeypatch, "mrl.trainer.export", export_run=lambda *arguments: calls.append(arguments))
-    assert invoke("export", "run", "--step", "4", "--out", "hf").exit_code == 0
+    fake_module(monkeypatch, "mrl.trainer.export",
+                export_run=lambda *arguments: calls.append(arguments) or arguments[2])
+    result = invoke("export", "run", "--step", "4", "--out", "hf")
+    assert result.exit_code == 0 and "wrote hf" in result.output
     assert invoke("export", "run", "--out", "hf").exit_code == 0
     assert calls == [(Path("run"), 4, Path("hf")), (Path("run"), None, Path("hf"))]
+
+
+def test_export_of_no_checkpoint(invoke, monkeypatch):
+    def refuse(*_):
+        raise FileNotFoundError("no checkpoint of step 4 in run/checkpoints; there are [2]")
+    fake_module(monkeypatch, "mrl.trainer.export", export_run=refuse)
+    result = invoke("export", "run", "--step", "4", "--out", "hf")
+    assert result.exit_code == 2 and "there are [2]" in result.output and "Traceback" not in result.output
 
 
 def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, monkeypatch):
     seen = []
     fake_module(monkeypatch, "mrl.evaluate", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
     fake_module(monkeypatch, "mrl.trainer.export",
-                export_run=lambda run, step, out: (out / "config.json").write_text(str(step)) and None)
+                export_run=lambda run, step, out: out.mkdir() or out)
     other = folder / "other"
     (folder / "model").rename(other)
     assert invoke("eval", experiment_file, "--model", other).exit_code == 0
@@ -167,7 +177,7 @@ def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, mo
     assert invoke("eval", experiment_file, "--run", run, "--step", "3").exit_code == 0
     (first, second) = seen
     assert first == (str(other), None)
-    assert second[1].parent == run
+    assert second[1].parent.parent == run
     assert list(run.iterdir()) == []  # the exported copy is gone
 
 

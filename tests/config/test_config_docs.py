@@ -7,7 +7,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def row(key: Key) -> str:
-    return "| " + " | ".join([f"`{key.name}`", key.type, f"`{key.default}`", key.description.replace("|", "\\|")]) + " |"
+    cells = [f"`{key.name}`", key.type, f"`{key.default}`", key.description.replace("|", "\\|")]
+    return f"| {' | '.join(cells)} |"
 
 
 def test_the_table_of_keys_is_current():

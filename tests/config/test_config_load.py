@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import ConfigError
-from mrl.config.load import dump_experiment, load_experiment
+from mrl.config.load import dump_experiment, load_experiment, load_sft
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 EXPERIMENTS = [path for path in CONFIGS if "sft" not in path.name]
@@ -233,3 +233,12 @@ def test_shipped_configs_load(path, monkeypatch):
     exp = load_experiment(path)
     assert exp.model.path.startswith("/home/of/mrl/")
     assert exp.rollout.python == "/home/of/mrl/vllm/bin/python"
+
+
+def test_supervised_file(monkeypatch):
+    monkeypatch.setenv("MRL_HOME", "/home/of/mrl")
+    exp = load_sft(CONFIGS[0].parent / "quickstart_sft.yaml", ["steps=5"])
+    assert exp.steps == 5 and exp.trainer.parallel.tp == 2
+    assert (exp.model.path, exp.out) == ("/home/of/mrl/quickstart/init", "/home/of/mrl/quickstart/model")
+    with pytest.raises(ConfigError, match="did you mean steps"):
+        load_sft(CONFIGS[0].parent / "quickstart_sft.yaml", ["step=5"])

@@ -1,9 +1,9 @@
 """What must exist on this machine: files, the engine's Python, GPUs."""
 import pytest
 
-from mrl.config import preflight as module
+from mrl import preflight as module
 from mrl.config.load import load_experiment
-from mrl.config.preflight import count_gpus, preflight
+from mrl.preflight import count_gpus, preflight
 
 
 def found(experiment_file, *overrides) -> dict:
@@ -58,16 +58,23 @@ def test_hub_model_reads_its_downloaded_config(experiment_file, folder, monkeypa
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
 def test_missing_data_file(experiment_file, folder, key):
     text = found(experiment_file, f"{key}={folder}/gone.jsonl")[key]
-    assert f"{folder}/gone.jsonl" in text and "no such file" in text
+    assert f"{folder}/gone.jsonl" in text and "does not exist" in text
 
 
 def test_data_file_of_another_kind(experiment_file, folder):
-    assert ".jsonl or .parquet" in found(experiment_file, f"data.train={folder}/train.csv")["data.train"]
+    (folder / "train.csv").touch()
+    assert "unknown ending '.csv'" in found(experiment_file, f"data.train={folder}/train.csv")["data.train"]
 
 
 def test_empty_data_file(experiment_file, folder):
     (folder / "train.jsonl").write_text("")
-    assert "empty" in found(experiment_file)["data.train"]
+    assert "no rows" in found(experiment_file)["data.train"]
+
+
+def test_malformed_line_is_named(experiment_file, folder):
+    with open(folder / "train.jsonl", "a") as file:
+        file.write('{"prompt": "1+2=?"\n')
+    assert f"{folder}/train.jsonl, line 2" in found(experiment_file)["data.train"]
 
 
 def test_missing_chat_template(experiment_file, folder):
@@ -105,7 +112,8 @@ def test_files_and_settings_are_reported_together(experiment_file, folder):
     assert keys == {"model.path", "data.train", "rollout.python", "batch.minibatches"}
 
 
-@pytest.mark.parametrize("visible, count", [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1), ("GPU-a,GPU-b", 2)])
+@pytest.mark.parametrize("visible, count", [
+    (None, 2), ("", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1), ("GPU-a,GPU-b", 2)])
 def test_count_gpus(folder, monkeypatch, visible, count):
     listing = folder / "nvidia-smi"
     listing.write_text("#!/bin/sh\necho 'GPU 0: H (UUID: GPU-a)'\necho 'GPU 1: H (UUID: GPU-b)'\n")

@@ -45,6 +45,16 @@ def test_names_under_the_transformer_engine_layer_spec():
     assert names("qwen2", Layout(), 0, te=True, layers=1) == [fused.get(name, name) for name in local]
 
 
+def test_layers_are_numbered_per_stage_by_megatron_and_over_the_model_by_hugging_face():
+    spec = model_spec(hf_config("llama"))
+    plans = local_params(spec, Layout(pp=2), Coord(pp=1), te=False)
+    down = {plan.name: plan.pieces[0].hf for plan in plans if "linear_fc2" in plan.name}
+    assert down == {
+        "decoder.layers.0.mlp.linear_fc2.weight": "model.layers.2.mlp.down_proj.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight": "model.layers.3.mlp.down_proj.weight",
+    }
+
+
 @pytest.mark.parametrize("variant", ["llama", "llama-mha-tied"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_embedding_and_output_by_stage(variant, pp):
@@ -101,3 +111,9 @@ def test_an_impossible_layout_lists_every_reason():
     assert "tp 3 does not divide num_attention_heads 4" in str(error.value)
     assert "tp 3 is neither a divisor nor a multiple of num_key_value_heads 2" in str(error.value)
     assert "tp 3 does not divide intermediate_size 40" in str(error.value)
+
+
+def test_the_fused_rows_must_divide_too():
+    config = {**hf_config("llama"), "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 6}
+    with pytest.raises(ValueError, match="tp 8 does not divide the 60 rows of q, k and v"):
+        local_params(model_spec(config), Layout(tp=8), Coord(), te=False)

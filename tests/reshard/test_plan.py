@@ -56,6 +56,13 @@ def test_buckets_are_flat_and_within_their_limit(bucket_bytes):
         assert len(plan.buckets) == 2
 
 
+def test_a_bucket_may_be_exactly_full():
+    spec = model_spec(hf_config("llama"))
+    whole = plan_sync(spec, Layout(), 10**9, "float32", te=False).total_bytes
+    assert len(plan_sync(spec, Layout(), whole, "float32", te=False).buckets) == 1
+    assert len(plan_sync(spec, Layout(), whole - 1, "float32", te=False).buckets) == 2
+
+
 def test_tensors_of_one_parameter_stay_together():
     plan = plan_sync(model_spec(hf_config("qwen2")), Layout(), 1, "bfloat16", te=False)
     together = [[item.name.removeprefix("model.layers.0.") for item in bucket.items] for bucket in plan.buckets]

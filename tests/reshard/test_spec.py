@@ -104,3 +104,13 @@ def test_planning_imports_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_package_offers_what_needs_torch_too():
+    import mrl.reshard
+    from mrl.reshard.load import load_hf
+
+    assert mrl.reshard.load_hf is load_hf
+    assert all(hasattr(mrl.reshard, name) for name in mrl.reshard.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'load_everything'"):
+        mrl.reshard.load_everything

@@ -27,6 +27,8 @@ def test_a_sync_reproduces_the_checkpoint(variant, layout, te, model_dir):
         + [assemble_views(bucket, gathered, message)]
         for bucket in plan.buckets
     ]
+    for bucket, (*_, (_, dsts)) in zip(plan.buckets, copies):
+        assert sum(dst.numel() for dst in dsts) == bucket.numel  # with the comparison below: each element once
     expected = load_file(directory / "model.safetensors")
     for sign in (1, -1):  # the second sync uses the views of the first, after an in-place update
         received = {}

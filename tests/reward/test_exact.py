@@ -5,7 +5,8 @@ from mrl.reward.exact import check_gold, score
 
 
 @pytest.mark.parametrize("response, answer, expected", [
-    ("42", "42", 1.0), (" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("is 42", "42", 0.0), ("", "42", 0.0)])
+    ("42", "42", 1.0), (" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("is 42", "42", 0.0),
+    ("", "42", 0.0)])
 def test_string_equality_once_stripped(response, answer, expected):
     assert score(response, answer) == expected
 

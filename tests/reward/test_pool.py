@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema import Reward
-from mrl.reward.pool import RewardError, RewardPool
+from mrl.reward.pool import RewardError, RewardPool, RewardResult
 
 # One function whose behaviour the response chooses.
 MISBEHAVING = r"""
@@ -89,7 +89,9 @@ def test_math_through_the_pool():
     try:
         results = scores(pool, [r"\boxed{18}", "18", "19"])
         assert [r.reward for r in results] == [0.0, 0.0, 0.0]
-        assert asyncio.run(pool.score("p", r"so \boxed{\frac{36}{2}}", "18", {})).reward == 1.0
+        assert [r.extracted for r in results] == ["18", "18", "19"]
+        right = asyncio.run(pool.score("p", r"so \boxed{\frac{36}{2}}", "18", {}))
+        assert right == RewardResult(1.0, error=None, extracted=r"\frac{36}{2}")
         assert pool.metrics() == {"calls": 4, "timeout": 0, "crash": 0, "error": 0, "invalid": 0}
     finally:
         pool.close()
@@ -113,7 +115,7 @@ def test_results_go_to_their_own_callers_in_any_order(custom):
 
 @pytest.mark.parametrize("hang", ["hang", "hang_in_c"])
 def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
-    pool = custom(timeout_s=1.0)
+    pool = custom(timeout_s=1.5)
     before, hung, after = scores(pool, ["pid", hang, "pid"])
     assert hung.reward == 0.0 and hung.error.startswith("timeout")
     assert after.error is None and after.reward != before.reward
@@ -122,15 +124,15 @@ def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
 
 
 def test_a_kill_takes_what_the_verifier_started(custom, tmp_path):
-    pool = custom(timeout_s=1.0)
+    pool = custom(timeout_s=1.5)
     [result] = scores(pool, [f"hang_with_child:{tmp_path}/child"])
     assert result.error.startswith("timeout")
     wait_until(lambda: not alive((tmp_path / "child").read_text()))
 
 
 def test_waiting_for_a_free_process_does_not_count_as_time(custom):
-    pool = custom(timeout_s=1.0, processes=1)
-    results = scores(pool, ["sleep:0.5"] * 4)
+    pool = custom(timeout_s=2.0, processes=1)
+    results = scores(pool, ["sleep:0.6"] * 4)
     assert [r.error for r in results] == [None] * 4
 
 

@@ -67,12 +67,14 @@ def check_gradients(trainer, batch, truth) -> None:
         seen = [microbatch for microbatch in mine if microbatch]
         step = trainer.optimizer.step
         gradients = {}
-        trainer.optimizer.step = lambda: (gradients.update(clone(whole_gradients(trainer))), report())[1]
+        trainer.optimizer.step = lambda: (gradients.update(clone(whole_gradients(trainer))), measure(trainer))[1]
         metrics = trainer.train([[batch[i] for i in microbatch] for microbatch in mine], loss_and_entropy)
         trainer.optimizer.step = step
         assert metrics["tokens"] == sum(LENGTHS), metrics
         assert abs(metrics["advantage_max"] - max(float(s["advantages"].max()) for s in batch)) < 1e-6
         assert abs(metrics["loss"] - truth["loss"]) < TOLERANCE, (metrics, truth["loss"])
+        norm = float(torch.stack([gradient.norm() for gradient in truth["gradients"].values()]).norm())
+        assert abs(metrics["grad_norm"] / norm - 1) < TOLERANCE, (metrics, norm)
         same = [None] * dist.get_world_size()
         dist.all_gather_object(same, metrics)
         assert all(other == metrics for other in same)
@@ -88,10 +90,12 @@ def clone(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def report():
+def measure(trainer):
+    """An optimizer step that stops after the gradient norm, so that the next split sees the same parameters."""
     from mrl.trainer.optimizer import StepReport
 
-    return StepReport(grad_norm=0.0, lr=0.0, skipped=True)
+    trainer.optimizer.megatron.prepare_grads()
+    return StepReport(trainer.optimizer.megatron.get_grad_norm(), lr=0.0, skipped=True)
 
 
 if __name__ == "__main__":

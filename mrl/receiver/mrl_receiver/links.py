@@ -40,6 +40,12 @@ class Transport(Protocol):
         """Give up: everything under way fails, here and at the peers."""
 
 
+def _words(error: Exception) -> str:
+    """The first sentence of one of gloo's errors, without its place in gloo's source."""
+    line = (str(error).splitlines() or ["?"])[0]
+    return line.split("] ", 1)[-1].split(". ", 1)[0]
+
+
 class _GlooPending:
     def __init__(self, work: dist.Work, name: str):
         self.work, self.name = work, name
@@ -48,7 +54,7 @@ class _GlooPending:
         try:
             self.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            raise LinkError(f"link {self.name}: {str(error).splitlines()[0]}") from error
+            raise LinkError(f"link {self.name}: {_words(error)}") from error
 
 
 class GlooTransport:
@@ -64,7 +70,7 @@ class GlooTransport:
         try:
             self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
         except RuntimeError as error:
-            raise LinkError(f"link {name} could not be built: {str(error).splitlines()[0]}") from error
+            raise LinkError(f"link {name} could not be built: {_words(error)}") from error
 
     def broadcast(self, flat: torch.Tensor, deadline: float) -> Pending:
         if self.group is None:
@@ -75,7 +81,7 @@ class GlooTransport:
         try:
             return _GlooPending(self.group.broadcast([flat], options), self.name)
         except RuntimeError as error:
-            raise LinkError(f"link {self.name}: {str(error).splitlines()[0]}") from error
+            raise LinkError(f"link {self.name}: {_words(error)}") from error
 
     def close(self) -> None:
         if self.group is not None:
@@ -92,7 +98,7 @@ def open_store(host: str, port: int, deadline: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        raise LinkError(f"no weight store at {host}:{port}: {str(error).splitlines()[0]}") from error
+        raise LinkError(f"no weight store at {host}:{port}: {_words(error)}") from error
 
 
 def address_towards(host: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 
 from .checksum import checksum
-from .links import TRANSPORTS, LinkError, Transport, address_towards, open_store
+from .links import TRANSPORTS, Transport, address_towards, open_store
 from .trace import Loader, Route, TraceError, trace, untouched
 from .wire import Bucket, Holding, Plan, SyncRequest, ready_key
 

@@ -131,14 +131,14 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not self._in_buffer(source) or source.dtype != self.flat.dtype:
             return self._impure(f"converts what it copies to {self._name(target)}")
-        if source.numel() != target.numel():
+        numel, source = source.numel(), source.expand(target.shape)  # raises where the copy itself would have
+        if numel != target.numel():
             return self._impure(f"repeats elements in {self._name(target)}")
         start = source.storage_offset() - self.flat.storage_offset()
         item = self.route.bucket.items[bisect_right(self.offsets, start) - 1]
         if torch.promote_types(source.dtype, target.dtype) != target.dtype:
             raise TraceError(f"{item.name} is sent as {source.dtype}, but the engine holds it as {target.dtype} in "
                              f"{self._name(target)}: precision would be lost; give both the same model.dtype")
-        source = source.expand(target.shape)
         lattice = (start - item.offset, tuple(source.shape), tuple(source.stride()))
         last = lattice[0] + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
         if not 0 <= lattice[0] <= last < item.numel:

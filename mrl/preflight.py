@@ -16,6 +16,7 @@ from mrl.config.checks import check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.schema import Experiment
+from mrl.data.prompts import DataError, load_prompts
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -64,7 +65,11 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
                           "tokenizer_config.json)", "copy the tokenizer files into it")
     for key, value in (("data.train", exp.data.train), ("data.eval", exp.data.eval)):
         if value is not None and not value.startswith("hf:"):
-            yield from _check_data_file(key, Path(value))
+            try:
+                load_prompts(value, exp.data)
+            except DataError as error:
+                yield Problem(key, value, "a .jsonl or .parquet file of prompts and answers, or hf:name[:split]",
+                              str(error))
     if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
         yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
     if exp.reward.kind == "custom" and exp.reward.function:
@@ -110,12 +115,3 @@ def count_gpus() -> int:
         names = names[:names.index("-1")]
     return min(count, len(names))
 
-
-def _check_data_file(key: str, file: Path) -> Iterator[Problem]:
-    if file.suffix not in (".jsonl", ".parquet"):
-        yield Problem(key, str(file), "a .jsonl or .parquet file, or hf:name[:split]", "convert the file")
-    elif not file.is_file():
-        yield Problem(key, str(file), "an existing file", f"no such file in {file.parent}" if file.parent.is_dir()
-                      else f"no such directory: {file.parent}")
-    elif file.stat().st_size == 0:
-        yield Problem(key, str(file), "a file with at least one prompt", "the file is empty")

@@ -1,0 +1,262 @@
+"""The gate: the one way to an engine. It keeps its server alive, and serves only weights that it can name.
+
+    starting ──► dirty ──receive──► serving        dirty: holds nothing that was pushed whole; every request is refused
+        ▲          ▲  ◄──failure──    │
+        └──restart─┴──── dies ◄───────┘            failed: rollout.max_restarts used up
+
+An EngineServer is a plain asyncio class; mrl runs it as a Ray actor with high concurrency (`ray.remote(EngineServer)`).
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Optional, Sequence
+
+from mrl.config.schema import Experiment
+from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, SyncError, SyncResult,
+                            Version)
+from mrl.engine.coverage import coverage_problems, summary
+from mrl.engine.vllm import VllmServer
+from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest
+
+logger = logging.getLogger(__name__)
+
+LOADED_VERSION = Version(0, 0)
+SUPERVISE_POLL_S = 0.2
+RPC_MARGIN_S = 10.0  # a worker gives up at the deadline itself; its answer needs a moment
+
+
+class EngineServer:
+    """One engine of the fleet, across restarts of its server.
+
+    gpus: the server's GPU indices on this machine, none for a CPU engine. load_weights: it reads the weights of
+    model.path and serves them at once as LOADED_VERSION, instead of waiting to be given some. The server's log is
+    run_dir/logs/engine_<index>.log.
+    """
+
+    def __init__(self, experiment: Experiment, index: int, run_id: str, run_dir: Path | str, gpus: Sequence[int] = (),
+                 load_weights: bool = False, make_server: Callable[..., Any] = VllmServer):
+        self._experiment, self._index, self._run_id = experiment, index, run_id
+        self._log_path = Path(run_dir).resolve() / "logs" / f"engine_{index}.log"
+        self._gpus, self._load_weights, self._make_server = tuple(gpus), load_weights, make_server
+        self._state, self._error = "starting", None
+        self._why_closed = "it has not been started"
+        self._incarnation, self._restarts = 0, 0
+        self._version: Optional[Version] = None  # what it serves
+        self._floor = Version(0, 0)  # the newest version ever accepted; older ones are refused
+        self._plan: Optional[Plan] = None
+        self._server: Any = None
+        self._supervisor: Optional[asyncio.Task] = None
+        self._in_flight: set[asyncio.Task] = set()
+        self._outstanding = 0
+        self._slots = asyncio.Semaphore(experiment.rollout.max_concurrent_requests)
+        self._sync_lock = asyncio.Lock()
+
+    async def start(self) -> EngineStatus:
+        """Start the server and wait until it answers. EngineStartError when it does not."""
+        try:
+            await self._launch()
+        except BaseException as error:
+            self._fail(str(error))
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+        return await self.status()
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(self._index, self._incarnation, self._state, self._version, self._outstanding, self._error,
+                            self._experiment.rollout.parallel.tp)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one sequence with the weights being served.
+
+        EngineClosed when the gate is closed, EngineLost when the engine dies or does not answer within
+        rollout.request_timeout_s, RuntimeError when it rejects the request.
+        """
+        self._require_open()
+        self._outstanding += request.max_tokens
+        try:
+            async with self._slots:
+                self._require_open()  # it may have closed while we waited
+                return await self._sample(request)
+        finally:
+            self._outstanding -= request.max_tokens
+
+    async def receive(self, request: SyncRequest) -> SyncResult:
+        """Take part in one whole weight sync: close the gate, drain, receive, verify, open it at the new version.
+
+        SyncError: refused, and the engine goes on as before; or broken off, and it is dirty. EngineLost: it died.
+        """
+        async with self._sync_lock:
+            version = Version(*request.version)
+            self._admit(request, version)
+            deadline = time.monotonic() + request.deadline_s
+            opened, self._state = self._state, "dirty"
+            self._why_closed = f"it is receiving version {version}"
+            try:
+                began = time.monotonic()
+                await self._drain(deadline)
+                drained = time.monotonic() - began
+                if request.plan:
+                    await self._prepare(request, deadline)
+            except SyncError as error:
+                self._reopen(request, opened, f"version {version} was refused: {error}")
+                raise
+            self._version, self._floor = None, version
+            try:
+                result = await self._transfer(request, drained, deadline)
+            except RuntimeError as error:
+                self._why_closed = f"version {version} was not received whole: {error}"
+                raise error if isinstance(error, (SyncError, EngineLost)) else SyncError(str(error)) from error
+            if self._incarnation != request.incarnation or self._state != "dirty":
+                raise EngineLost(f"engine {self._index} died at the end of the sync of version {version}")
+            self._version, self._state = version, "serving"
+            return result
+
+    async def abort(self, attempt: int) -> int:
+        """Abort every request in flight and refuse weights of attempts before `attempt`. Returns how many were aborted."""
+        self._floor = max(self._floor, Version(attempt, 0))
+        aborted = list(self._in_flight)
+        for task in aborted:
+            task.cancel()
+        return len(aborted)
+
+    async def stop(self) -> None:
+        """End the server and everything it started."""
+        self._state, self._why_closed = "failed", "it was stopped"
+        self._error = self._why_closed
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+        if self._server is not None:
+            await self._server.stop()
+
+    # -- generation
+
+    def _require_open(self) -> None:
+        if self._state == "failed":
+            raise EngineLost(f"engine {self._index} is given up: {self._error}")
+        if self._state != "serving":
+            raise EngineClosed(f"engine {self._index} (incarnation {self._incarnation}) is {self._state}: "
+                               f"{self._why_closed}")
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
+        version, incarnation = self._version, self._incarnation
+        timeout_s = self._experiment.rollout.request_timeout_s
+        task = asyncio.create_task(self._server.generate(request))
+        self._in_flight.add(task)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+            if not task.done():
+                raise EngineLost(f"engine {self._index} did not answer within rollout.request_timeout_s={timeout_s:.0f}")
+            if task.cancelled():
+                return Completion([], [], "abort", version)
+            token_ids, log_probs, finish_reason = task.result()
+            if (self._version, self._incarnation) != (version, incarnation):
+                raise EngineLost(f"engine {self._index} went from version {version} to {self._version} while sampling")
+            return Completion(token_ids, log_probs, finish_reason, version)
+        finally:
+            self._in_flight.discard(task)
+            task.cancel()
+
+    # -- syncs
+
+    def _admit(self, request: SyncRequest, version: Version) -> None:
+        if request.run_id != self._run_id or request.engine != self._index:
+            raise SyncError(f"this is engine {self._index} of run {self._run_id!r}, not engine {request.engine} of "
+                            f"run {request.run_id!r}")
+        if self._state in ("starting", "failed") or request.incarnation != self._incarnation:
+            raise EngineLost(f"engine {self._index} is {self._state}, incarnation {self._incarnation}; the sync is for "
+                             f"incarnation {request.incarnation}")
+        if version < self._floor or version == self._version:
+            held = f"serves {self._version}" if self._version else f"was promised {self._floor}"
+            raise SyncError(f"version {version} is refused: engine {self._index} {held} and takes only newer ones")
+
+    async def _drain(self, deadline: float) -> None:
+        while self._in_flight:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise SyncError(f"{len(self._in_flight)} requests were still in flight at the sync's deadline")
+            await asyncio.wait(set(self._in_flight), timeout=left)
+            await asyncio.sleep(0)  # let their callers take the answers
+
+    async def _prepare(self, request: SyncRequest, deadline: float) -> None:
+        """Let the workers trace the plan, and check that they will take all of it."""
+        try:
+            plan = Plan.from_wire(request.plan)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SyncError(f"the plan is malformed: {error}") from error
+        replies = await self._workers("mrl_prepare", request, deadline)
+        if problems := coverage_problems(plan.items, replies, None):
+            raise SyncError(summary(problems))
+        self._plan = plan
+
+    async def _transfer(self, request: SyncRequest, drained: float, deadline: float) -> SyncResult:
+        if self._plan is None:
+            raise SyncError("the engine has been given no plan")
+        replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)
+        unverified: tuple[str, ...] = ()
+        if request.verify:
+            if problems := coverage_problems(self._plan.items, replies, replies[0]["expected"]):
+                raise SyncError(f"verification failed: {summary(problems)}")
+            unverified = tuple(sorted({name for reply in replies for name in reply["opaque"]}))
+        await self._server.reset_prefix_cache(max(1.0, deadline - time.monotonic()))
+        slowest = {key: max(reply[key] for reply in replies) for key in ("receive_s", "apply_s")}
+        return SyncResult(verified=request.verify, drain_s=drained, unverified=unverified, **slowest)
+
+    async def _workers(self, method: str, request: SyncRequest, deadline: float) -> list[dict]:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            replies = await self._server.call_workers(method, replace(request, deadline_s=left).to_json(),
+                                                      left + RPC_MARGIN_S)
+        except TimeoutError as error:
+            raise SyncError(f"the engine's workers did not answer {method} by the sync's deadline") from error
+        if errors := [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply["error"]]:
+            raise SyncError("; ".join(errors))
+        return replies
+
+    def _reopen(self, request: SyncRequest, opened: str, why: str) -> None:
+        """After a refusal: as before the sync, unless the server died meanwhile."""
+        if self._incarnation == request.incarnation and self._state == "dirty":
+            self._state, self._why_closed = opened, why
+
+    # -- the server's life
+
+    async def _launch(self) -> None:
+        self._incarnation += 1
+        self._state, self._version, self._plan = "starting", None, None
+        self._why_closed = "its server is starting"
+        self._server = self._make_server(self._experiment, self._index, self._run_id, self._incarnation,
+                                         self._log_path, self._gpus, self._load_weights)
+        try:
+            await self._server.start()
+        except BaseException:
+            await self._server.stop()
+            raise
+        if self._load_weights:
+            self._version, self._state = LOADED_VERSION, "serving"
+        else:
+            self._state, self._why_closed = "dirty", "it has not received any weights since its start"
+
+    async def _supervise(self) -> None:
+        """Restart the server whenever it ends, rollout.max_restarts times in all."""
+        limit = self._experiment.rollout.max_restarts
+        while True:
+            while (code := self._server.exit_code()) is None:
+                await asyncio.sleep(SUPERVISE_POLL_S)
+            error = (f"engine {self._index} (incarnation {self._incarnation}) ended with exit code {code}; the end of "
+                     f"{self._log_path}:\n{self._server.log_tail()}")
+            await self._server.stop()
+            while True:
+                logger.error("%s", error)
+                if self._restarts >= limit:
+                    return self._fail(f"rollout.max_restarts={limit} used up; {error}")
+                self._restarts += 1
+                try:
+                    await self._launch()
+                    break
+                except Exception as failure:
+                    error = str(failure)
+
+    def _fail(self, error: str) -> None:
+        self._state, self._version, self._error, self._why_closed = "failed", None, error, error

@@ -1,0 +1,67 @@
+"""Choosing a platform, and what the CPU one changes."""
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mrl.platform import get_platform
+
+
+def test_auto_is_cpu_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_platform("auto").name == "cpu"
+    assert get_platform("cpu").backend == "gloo"
+    with pytest.raises(RuntimeError, match="cluster.device is 'cuda' but no GPU is visible"):
+        get_platform("cuda")
+
+
+def test_auto_is_cuda_with_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    platform = get_platform("auto")
+    assert (platform.name, platform.backend) == ("cuda", "nccl")
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="cluster.device is 'tpu'; allowed: auto, cpu, cuda"):
+        get_platform("tpu")
+
+
+def test_host_buffer_and_memory():
+    platform = get_platform("cpu")
+    like = torch.zeros(3, 5, dtype=torch.bfloat16)
+    buffer = platform.host_buffer(like)
+    assert buffer.shape == like.shape and buffer.dtype == like.dtype
+    memory = platform.memory()
+    assert 0 < memory["allocated"] <= memory["peak"]
+
+
+def test_random_state_round_trip():
+    platform = get_platform("cpu")
+    state = platform.rng_state()
+    first = torch.rand(3)
+    platform.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+INSTALLED = """
+import torch
+from mrl.platform import get_platform
+platform = get_platform("cpu")
+platform.install()
+compiled = torch.compile
+platform.install()
+assert torch.compile is compiled
+assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
+with torch.device("meta"):
+    assert torch.zeros(1).is_meta and torch.tensor([1]).is_meta
+import torch._dynamo
+assert not torch.cuda.is_available()
+from megatron.core.pipeline_parallel import schedules
+assert schedules.torch.zeros(2, device="cuda").device.type == "cpu"
+"""
+
+
+def test_install_leaves_torch_itself_usable():
+    result = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

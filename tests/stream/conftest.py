@@ -1,0 +1,80 @@
+"""One Ray and one vLLM server for all tests of this folder: a server takes half a minute or more to start."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch.distributed as dist
+
+from mrl.config.schema import Experiment
+from mrl.engine.api import GenerateRequest
+from mrl.reshard.layout import Layout
+from mrl.stream.sync import WeightSync
+from tests.stream.engines import RUN_ID, make_engine, start_ray, vllm_python
+from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, reference_log_probs, weights
+
+
+@dataclass
+class Bench:
+    """An engine on the bench: the experiment, its model, the actor, and the Ray to reach it from other processes."""
+
+    experiment: Experiment
+    model: Path
+    engine: Any
+    ray_address: str
+    step: int = 0
+
+    def next_step(self) -> int:
+        """A version newer than all before, in whatever order the tests run."""
+        self.step += 1
+        return self.step
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self.engine, method).remote(*arguments), timeout=300)
+
+    def log_prob_error(self, tensors: dict, temperature: float = 1.0) -> float:
+        """Largest difference between the engine's log-probs of what it samples and transformers'."""
+        sampled = self.call("generate", GenerateRequest(PROMPT, seed=3, max_tokens=20, temperature=temperature))
+        expected = reference_log_probs(self.model, tensors, PROMPT, sampled.token_ids, temperature)
+        return max(abs(a - b) for a, b in zip(sampled.log_probs, expected.tolist(), strict=True))
+
+
+@pytest.fixture(scope="session")
+def ray_address():
+    yield from start_ray()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def bench(ray_address, model, tmp_path_factory):
+    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2})
+    engine = make_engine(experiment, tmp_path_factory.mktemp("run"), "engine-0")
+    ray.get(engine.start.remote(), timeout=400)
+    yield Bench(experiment, model, engine, ray_address)
+    ray.get(engine.stop.remote(), timeout=60)
+
+
+@pytest.fixture(scope="session")
+def one_rank():
+    """A default process group of this process alone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def pushing(bench, one_rank):
+    """(trainer, sync) of a one-rank gang."""
+    trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
+    trainer.become(weights(bench.model, 0))
+    sync = WeightSync(bench.experiment, trainer, [bench.engine], RUN_ID)
+    yield trainer, sync
+    sync.close()

@@ -1,0 +1,51 @@
+"""Real engines for tests: EngineServer actors in a Ray of their own, with a way past the gate."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Iterator
+
+import ray
+
+from mrl.config.schema import Experiment
+from mrl.engine.guard import descendants
+from mrl.engine.server import EngineServer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NAMESPACE = "mrl-tests"
+RUN_ID = "run-under-test"
+
+
+class TestableEngine(EngineServer):
+    """The gate, and what only tests may do."""
+
+    async def workers(self, method: str, argument: str | None = None) -> list[dict]:
+        """Call the worker extension past the gate."""
+        return await self._server.call_workers(method, argument)
+
+    async def processes(self) -> list[int]:
+        """Process ids of the server and everything it has started."""
+        guard = self._server.process.pid
+        return [guard, *descendants(guard)]
+
+
+def vllm_python() -> str:
+    """Python of the vLLM environment: MRL_TEST_VLLM_PYTHON, or the one that launch/setup.sh made."""
+    home = Path(os.environ.get("MRL_HOME", ROOT / ".mrl"))
+    return os.environ.get("MRL_TEST_VLLM_PYTHON", str(home / "vllm" / "bin" / "python"))
+
+
+def start_ray() -> Iterator[str]:
+    """A Ray on this machine; yields the address under which other processes join it."""
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ray.init(num_cpus=2, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR",
+             runtime_env={"env_vars": {"PYTHONPATH": path}})
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def make_engine(experiment: Experiment, run_dir: Path, name: str, **keywords: Any):
+    """Handle of an engine actor that has not been started."""
+    actor = ray.remote(num_cpus=0, max_concurrency=1000)(TestableEngine)
+    return actor.options(name=name).remote(experiment, 0, RUN_ID, run_dir, **keywords)

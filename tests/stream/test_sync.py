@@ -1,0 +1,203 @@
+"""Pushes to a real vLLM from gangs of one and of several ranks: right after every sync, and safe when one breaks."""
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from mrl.engine.api import EngineClosed, GenerateRequest, SyncError, Version
+from mrl.receiver.mrl_receiver.wire import SyncRequest
+from tests.stream.engines import ROOT, RUN_ID
+from tests.stream.tiny import PROMPT, weights
+from tests.torchrun import torchrun
+
+TOLERANCE = 1e-4
+REQUEST = GenerateRequest(PROMPT, seed=1, max_tokens=4, temperature=1.0)
+
+
+def push(bench, pushing, step: int | None = None):
+    trainer, sync = pushing
+    step = step or bench.next_step()
+    tensors = weights(bench.model, step)
+    trainer.become(tensors)
+    return sync.push(Version(0, step)), tensors
+
+
+def test_two_syncs_in_a_row_and_every_second_one_verified(bench, pushing):
+    for verified in (True, False, True):
+        if bench.call("status").state == "serving":
+            assert bench.call("workers", "mrl_scramble", "1") == [{"error": None}]
+        report, tensors = push(bench, pushing)
+        assert report.errors == {0: None} and report.verified is verified and report.unverified == ()
+        assert report.bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
+        status = bench.call("status")
+        assert (status.state, status.version) == ("serving", Version(0, bench.step))
+        assert bench.log_prob_error(tensors) < TOLERANCE
+    assert len(pushing[1].plan.buckets) > 4
+
+
+def test_log_probs_have_the_temperature_applied(bench, pushing):
+    _, tensors = push(bench, pushing)
+    assert bench.log_prob_error(tensors, temperature=0.6) < TOLERANCE
+    assert bench.log_prob_error(tensors, temperature=1.7) < TOLERANCE
+
+
+def test_scrambled_weights_show_so_that_the_checks_above_mean_something(bench, pushing):
+    _, tensors = push(bench, pushing)
+    bench.call("workers", "mrl_scramble", "1")
+    sampled = bench.call("generate", replace(REQUEST, prompt_ids=[9, 8, 7, 6]))  # a prompt no cache has seen
+    push(bench, pushing)
+    assert sampled.log_probs != bench.call("generate", replace(REQUEST, prompt_ids=[9, 8, 7, 6])).log_probs
+    assert tensors.keys()
+
+
+def test_the_prefix_cache_does_not_survive_a_sync(bench, pushing):
+    for _ in range(2):
+        _, tensors = push(bench, pushing)
+        prompt = PROMPT * 5  # longer than a cache block
+        answer = bench.call("generate", GenerateRequest(prompt, seed=1, max_tokens=4, temperature=1.0))
+        from tests.stream.tiny import reference_log_probs
+        expected = reference_log_probs(bench.model, tensors, prompt, answer.token_ids, 1.0)
+        assert torch.allclose(torch.tensor(answer.log_probs), expected, atol=TOLERANCE)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_many_requests_run_at_once(bench, pushing):
+    push(bench, pushing)
+    requests = [GenerateRequest(PROMPT, seed=seed, max_tokens=8, temperature=1.0) for seed in range(64)]
+    began = time.monotonic()
+    first = ray.get([bench.engine.generate.remote(request) for request in requests], timeout=120)
+    print(f"{len(requests) / (time.monotonic() - began):.0f} requests/s through the gate")
+    second = ray.get([bench.engine.generate.remote(request) for request in reversed(requests)], timeout=120)
+    assert [c.token_ids for c in first] == [c.token_ids for c in reversed(second)]
+    assert len({tuple(c.token_ids) for c in first}) > 50
+    assert {c.finish_reason for c in first} <= {"length", "stop"}
+    assert bench.call("status").outstanding_tokens == 0
+
+
+def test_an_older_version_is_refused_and_the_engine_serves_on(bench, pushing):
+    _, tensors = push(bench, pushing)
+    for step in (bench.step - 1, bench.step):
+        report, _ = push(bench, pushing, step)
+        assert f"version 0:{step} is refused" in report.errors[0]
+    assert bench.call("status").version == Version(0, bench.step)
+    assert bench.log_prob_error(tensors) < TOLERANCE
+    report, tensors = push(bench, pushing)
+    assert report.ok and bench.log_prob_error(tensors) < TOLERANCE
+
+
+@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 1), (1, 2, 1)])
+def test_gangs_of_two_ranks(bench, tmp_path, tp, pp, dp):
+    config = tmp_path / "experiment.json"
+    config.write_text(bench.experiment.model_dump_json())
+    first = bench.next_step()
+    last = bench.step = first + 2
+    output = torchrun(ROOT / "tests/stream/push_ranks.py", tp * pp * dp, config, bench.ray_address, str(tp), str(pp),
+                      str(first), str(last))
+    reports = [json.loads(line.split("REPORT ", 1)[1]) for line in output.splitlines() if "REPORT " in line]
+    print(*reports, sep="\n")
+    assert [report["verified"] for report in reports] == [True, False, True]
+    assert all(report["errors"] == {"0": None} for report in reports)
+    assert bench.call("status").version == Version(0, last)
+    assert bench.log_prob_error(weights(bench.model, last)) < TOLERANCE
+
+
+def wire_request(bench, plan: dict, port: int, step: int) -> SyncRequest:
+    return SyncRequest(run_id=RUN_ID, engine=0, incarnation=bench.call("status").incarnation, version=(0, step), push=0,
+                       link=f"test/{step}", store_host="127.0.0.1", store_port=port, plan=plan, buffers=2,
+                       transport="gloo", verify=False, deadline_s=20.0)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_a_sender_killed_half_way_leaves_it_refusing_until_the_next_full_sync(bench, pushing, count):
+    push(bench, pushing)
+    step, plan = bench.next_step(), pushing[1].plan.to_wire()
+    sender = subprocess.Popen([sys.executable, "-m", "tests.stream.dying_sender", f"test/{step}", "0", str(count)],
+                              cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    sender.stdin.write(json.dumps(plan))
+    sender.stdin.close()
+    began = time.monotonic()
+    with pytest.raises(SyncError, match="worker 0: LinkError"):
+        bench.call("receive", wire_request(bench, plan, int(sender.stdout.readline()), step))
+    assert sender.wait(30) == -9
+    assert time.monotonic() - began < 19, "only the deadline ended it"
+    with pytest.raises(EngineClosed, match=f"dirty: version 0:{step} was not received whole: worker 0"):
+        bench.call("generate", REQUEST)
+    report, tensors = push(bench, pushing, step)  # the same version, whole
+    assert report.ok or "link" in report.errors[0]
+    if not report.ok:  # the receiver has given up the old link; the push after it builds a new one
+        report, tensors = push(bench, pushing)
+    assert report.ok and bench.log_prob_error(tensors) < TOLERANCE
+
+
+def misshape(plan: dict, name: str, shape: list[int]) -> dict:
+    plan = json.loads(json.dumps(plan))
+    for bucket in plan["buckets"]:
+        for item in bucket["items"]:
+            if item["name"] == name:
+                item["shape"] = shape
+    return plan
+
+
+def rename(plan: dict, name: str, other: str) -> dict:
+    return json.loads(json.dumps(plan).replace(f'"{name}"', f'"{other}"'))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda plan: misshape(plan, "model.layers.1.mlp.down_proj.weight", [80, 48]), "down_proj.weight of shape"),
+    (lambda plan: misshape(plan, "model.layers.0.self_attn.k_proj.weight", [48, 64]), "k_proj.weight of shape"),
+    (lambda plan: rename(plan, "model.norm.weight", "model.nrom.weight"), "nrom"),
+])
+def test_a_bucket_with_a_wrong_shape_or_name_is_refused_before_any_byte(bench, pushing, change, words):
+    _, tensors = push(bench, pushing)
+    plan = change(pushing[1].plan.to_wire())
+    with pytest.raises(SyncError, match=words):
+        bench.call("receive", wire_request(bench, plan, 1, bench.next_step()))
+    assert bench.log_prob_error(tensors) < TOLERANCE, "a refused plan must not touch the weights"
+    report, tensors = push(bench, pushing)
+    assert report.ok and bench.log_prob_error(tensors) < TOLERANCE
+
+
+def test_another_runs_trainer_is_refused(bench, pushing):
+    push(bench, pushing)
+    request = wire_request(bench, pushing[1].plan.to_wire(), 1, bench.next_step())
+    with pytest.raises(SyncError, match="not engine 0 of run 'another'"):
+        bench.call("receive", replace(request, run_id="another"))
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_engine_comes_back_dirty_and_is_pushed_to_again(bench, pushing):
+    push(bench, pushing)
+    incarnation, processes = bench.call("status").incarnation, bench.call("processes")
+    request = replace(REQUEST, max_tokens=20)
+    in_flight = [bench.engine.generate.remote(replace(request, seed=seed)) for seed in range(400)]
+    time.sleep(0.3)
+    subprocess.run(["kill", "-9", str(processes[1])], check=True)
+    outcomes = set()
+    for reference in in_flight:
+        try:
+            ray.get(reference, timeout=60)
+            outcomes.add("answered")
+        except Exception as error:
+            outcomes.add(type(error.cause if hasattr(error, "cause") else error).__name__)
+    assert "EngineLost" in outcomes and outcomes <= {"EngineLost", "EngineClosed", "answered"}
+    report, _ = push(bench, pushing)
+    assert not report.ok, "a push to an engine that is starting must say so"
+    deadline = time.monotonic() + 300
+    while (status := bench.call("status")).state != "dirty":
+        assert time.monotonic() < deadline and status.state == "starting", status
+        time.sleep(0.5)
+    assert status.incarnation == incarnation + 1
+    assert not any(alive(pid) for pid in processes)
+    with pytest.raises(EngineClosed, match="has not received any weights since its start"):
+        bench.call("generate", REQUEST)
+    report, tensors = push(bench, pushing)
+    assert report.ok and report.verified and bench.log_prob_error(tensors) < TOLERANCE

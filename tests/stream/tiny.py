@@ -1,0 +1,80 @@
+"""A tiny Qwen3, its weights at any version, what transformers says about it, and a stand-in for the trainer."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from mrl.config.schema import Experiment
+from mrl.reshard.layout import Coord, Layout
+from mrl.reshard.params import hf_tensors, local_params
+from mrl.reshard.spec import model_spec, read_config
+from tests.rollout.experiments import experiment
+
+VOCAB = 67
+PROMPT = [5, 17, 60, 33, 8, 41, 22]
+
+
+def make_model(path: Path) -> Path:
+    """A model directory: random weights, a tokenizer of one word a token, an end-of-sequence token that never comes."""
+    config = Qwen3Config(vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
+                         tie_word_embeddings=False, eos_token_id=VOCAB - 1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{VOCAB - 1}").save_pretrained(path)
+    return path
+
+
+def make_experiment(model: Path, python: str, **sections) -> Experiment:
+    """Several small buckets, short answers."""
+    sync = {"bucket_mb": 0.06, "timeout_s": 60, **sections.pop("sync", {})}
+    rollout = {"python": python, "max_concurrent_requests": 32, "sampling": {"max_response_tokens": 24},
+               "start_timeout_s": 300, **sections.pop("rollout", {})}
+    return experiment(model={"path": str(model), "dtype": "float32"}, data={"train": "-", "max_prompt_tokens": 40},
+                      sync=sync, rollout=rollout, **sections)
+
+
+def weights(model: Path, version: int) -> dict[str, torch.Tensor]:
+    """Every HF tensor, random by version; norms around 1. Sampling from it is far from uniform and from certain."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+            for name, shape in hf_tensors(model_spec(read_config(model))).items()}
+
+
+def reference_log_probs(model: Path, tensors: dict[str, torch.Tensor], prompt: list[int], answer: list[int],
+                        temperature: float) -> torch.Tensor:
+    """f32[len(answer)]: what transformers gives these tokens, temperature applied."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference.load_state_dict(tensors)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@dataclass
+class FakeTrainer:
+    """What WeightSync needs of a trainer: this rank's shards of `weights`."""
+
+    model: Path
+    layout: Layout
+    coord: Coord
+    te: bool = False
+
+    def __post_init__(self):
+        self.plans = local_params(model_spec(read_config(self.model)), self.layout, self.coord, self.te)
+        self.params = {plan.name: torch.zeros(plan.shape) for plan in self.plans}
+
+    def local_params(self) -> dict[str, torch.Tensor]:
+        return self.params
+
+    def become(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take on these weights, in place as training does; vocabulary padding gets NaN, which must never leave."""
+        for plan in self.plans:
+            self.params[plan.name].fill_(float("nan"))
+            for piece in plan.pieces:
+                piece.of_local(self.params[plan.name]).copy_(piece.of_hf(tensors[piece.hf]))

@@ -1,0 +1,161 @@
+"""Under torchrun, 2 ranks: optimizer, schedule, NaN, reference, checkpoint. Arguments: folder, then "first" or "resume"."""
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.gang import experiment, gang
+from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
+
+# name -> (family, settings). Together: tensor, sequence, pipeline and data parallelism; tied and untied; both dtypes.
+RUNS = {
+    "tensor": ("qwen3", dict(tp=2, sequence_parallel=True, kl=0.1, clip_grad=1.0)),
+    "pipeline": ("qwen3", dict(pp=2)),
+    "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
+    "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
+}
+SCHEDULE = dict(lr=0.01, schedule="linear", warmup_steps=2)
+TOTAL_STEPS = 4
+
+
+def build(folder: Path, name: str, platform):
+    from mrl.trainer.trainer import Trainer
+
+    family, settings = RUNS[name]
+    return Trainer(experiment(folder / family, **settings, **SCHEDULE), platform, TOTAL_STEPS)
+
+
+def microbatches(trainer, batch):
+    from mrl.trainer.microbatch import assign
+
+    mine = assign(LENGTHS, trainer.layout.dp, 40)[trainer.dp_rank]
+    return [[batch[index] for index in microbatch] for microbatch in mine]
+
+
+def snapshot(trainer) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters, masters and moments."""
+    tensors = {name: param.clone() for name, param in trainer.local_params().items()}
+    for optimizer in trainer.optimizer.inner:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            tensors[f"master{index}"] = param.detach().clone()
+            tensors |= {f"{key}{index}": value.clone() for key, value in optimizer.state[param].items()}
+    return tensors
+
+
+def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def first(folder: Path, platform) -> None:
+    batch = torch.load(folder / "batch.pt")
+    for name in RUNS:
+        trainer = build(folder, name, platform)
+        rows = microbatches(trainer, batch)
+        before = trainer.log_probs(rows)
+        steps = [trainer.train(rows, loss_fn) for _ in range(2)]
+        assert steps[1]["loss"] < steps[0]["loss"], "two steps at this rate must lower the loss"
+        if name == "tensor":
+            check_nan_is_skipped(trainer, rows)
+            check_reference(trainer, rows, before)
+        if name == "data":
+            check_against_torch(folder, trainer, batch, steps)
+        if name == "pipeline":
+            with pytest.raises(RuntimeError, match="algorithm.kl.coef is 0"):
+                trainer.use_reference()
+        run = folder / f"run_{name}"
+        trainer.save(run / "checkpoints" / "step_2")
+        trainer.save(run / "checkpoints" / "step_2")  # again, as after a restart
+        samples = [sample for microbatch in rows for sample in microbatch]
+        torch.save((samples, trainer.log_probs(rows)), run / f"log_probs{dist.get_rank()}.pt")
+        steps += [trainer.train(rows, loss_fn) for _ in range(2)]
+        # Warm-up 1/2, 2/2; then from step 2 to the step after the last, 5: 2/3, 1/3.
+        skipped = name == "tensor"  # the NaN step took the third rate
+        rates = [0.5, 1, 1 / 3, 0] if skipped else [0.5, 1, 2 / 3, 1 / 3]
+        assert [step["lr"] / SCHEDULE["lr"] for step in steps] == pytest.approx(rates)
+        torch.save(snapshot(trainer), run / f"final{dist.get_rank()}.pt")
+
+
+def resume(folder: Path, platform) -> None:
+    batch = torch.load(folder / "batch.pt")
+    for name in RUNS:
+        trainer = build(folder, name, platform)
+        run = folder / f"run_{name}"
+        trainer.load(run / "checkpoints" / "step_2")
+        rows = microbatches(trainer, batch)
+        for _ in range(2):
+            trainer.train(rows, loss_fn)
+        assert_identical(snapshot(trainer), torch.load(run / f"final{dist.get_rank()}.pt"))
+        if name == "pipeline":
+            with pytest.raises(ValueError, match=r"tp 2, pp 1, dp 1.*tp 1, pp 2, dp 1"):
+                trainer.load(folder / "run_tensor" / "checkpoints" / "step_2")
+            with pytest.raises(FileNotFoundError, match="not a checkpoint"):
+                trainer.load(folder / "nowhere")
+
+
+def check_nan_is_skipped(trainer, rows) -> None:
+    before = snapshot(trainer)
+
+    def poisoned(log_probs, entropy, fields):
+        loss, metrics = loss_fn(log_probs, entropy, fields)
+        return loss * torch.nan, metrics
+
+    report = trainer.train(rows, poisoned)
+    assert report["update_skipped"] == 1.0 and math.isnan(report["grad_norm"])
+    assert_identical(before, snapshot(trainer))
+
+
+def check_reference(trainer, rows, initial) -> None:
+    actor = trainer.log_probs(rows)
+    assert not torch.equal(torch.cat(initial), torch.cat(actor))
+    for _ in range(2):
+        with trainer.use_reference():
+            assert torch.equal(torch.cat(trainer.log_probs(rows)), torch.cat(initial))
+        assert torch.equal(torch.cat(trainer.log_probs(rows)), torch.cat(actor))
+    with pytest.raises(KeyError), trainer.use_reference():
+        raise KeyError("inside")
+    assert torch.equal(torch.cat(trainer.log_probs(rows)), torch.cat(actor))
+
+
+def check_against_torch(folder: Path, trainer, batch, steps) -> None:
+    """Two steps of torch's AdamW on the whole model: clipping, decay (matrices only), moments, schedule, data parallel."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    section = trainer.experiment.trainer.optimizer
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim == 1]
+    adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                             betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+    for step in steps:
+        adam.zero_grad()
+        for sample in batch:
+            log_p = (model(sample["tokens"][None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            zero = torch.zeros(1)
+            log_prob = torch.cat([zero, log_p.gather(1, sample["tokens"][1:, None])[:, 0]])
+            loss_fn(log_prob, torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]), sample)[0].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_grad)
+        assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-4), (step, norm)
+        assert norm > section.clip_grad, f"{norm}: nothing to clip"
+        for group in adam.param_groups:
+            group["lr"] = step["lr"]
+        adam.step()
+    gpt = trainer.local_params()
+    for mine, theirs in (("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+                         ("decoder.layers.3.self_attention.linear_proj.weight", "model.layers.3.self_attn.o_proj.weight"),
+                         ("decoder.final_layernorm.weight", "model.norm.weight")):
+        expected = model.get_parameter(theirs)
+        # Adam divides by the gradient's own size, so elements whose gradient is rounding noise may differ by lr.
+        error = (gpt[mine][:len(expected)] - expected).abs()
+        assert error.median() < 1e-6 and error.mean() < 1e-4, (mine, error.mean())
+
+
+if __name__ == "__main__":
+    with gang() as cpu:
+        {"first": first, "resume": resume}[sys.argv[2]](Path(sys.argv[1]), cpu)
