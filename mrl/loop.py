@@ -16,7 +16,6 @@ from mrl.engine.api import Version
 from mrl.observe.clock import Clock
 from mrl.observe.runlog import RunLog
 from mrl.rollout.batch import Batch, check_versions, rollout_metrics, split_batch
-from mrl.rollout.evaluation import evaluation_metrics
 from mrl.rollout.service import RolloutService
 from mrl.rollout.types import Group
 from mrl.stream.sync import WeightSync
@@ -123,13 +122,13 @@ class StepLoop:
                                               self.experiment.loop.collect_timeout_s):
             self.push(engines)
         if self.rollouts and (evaluated := self.rollouts.take("eval")):
-            self.log.evaluation(evaluated[0].version.step, evaluation_metrics(evaluated))
+            self.log.evaluation(evaluated)
 
     def share(self, lag: int) -> None:
         shares = None
         if self.rollouts:
             check_versions(self.groups, self.version, lag)
-            self.log.trajectories(self.step, self.groups)
+            self.log.trajectories(f"step_{self.step:06d}", self.groups)
             shares = split_batch(self.groups, self.experiment, self.trainer.layout.dp)
         self.batch = self.scatter(shares)
 

@@ -52,12 +52,10 @@ def train(experiment: SftExperiment) -> None:
 
     from mrl.algorithm.weights import token_weights
     from mrl.data.order import PromptOrder
-    from mrl.reshard import export_tensors, save_hf
     from mrl.trainer.microbatch import assign
     from mrl.trainer.trainer import Trainer
 
-    trainer = Trainer(experiment.model, experiment.trainer, platform, seed=experiment.seed,
-                      total_steps=experiment.steps)
+    trainer = Trainer(experiment, platform, experiment.steps)
     samples = make_samples(experiment)
     order = PromptOrder(len(samples), experiment.seed, experiment.data.shuffle)
     began = time.monotonic()
@@ -71,10 +69,8 @@ def train(experiment: SftExperiment) -> None:
         if dist.get_rank() == 0 and (step % LOG_EVERY == 0 or step == experiment.steps):
             print(f"step {step}/{experiment.steps} nll {metrics['nll']:.4f} grad {metrics['grad_norm']:.3f} "
                   f"lr {metrics['lr']:.2e} {time.monotonic() - began:.0f}s", flush=True)
-    shards = trainer.gather_shards()
+    trainer.export(experiment.out)
     if dist.get_rank() == 0:
-        save_hf(experiment.out, Path(experiment.model.path),
-                export_tensors(trainer.spec, trainer.layout, lambda coord, name: shards[coord][name], trainer.te))
         print(f"wrote {experiment.out}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

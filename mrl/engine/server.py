@@ -50,6 +50,7 @@ class EngineServer:
         self._plan: Optional[Plan] = None
         self._server: Any = None
         self._supervisor: Optional[asyncio.Task] = None
+        self._gone = False  # the server went away under a request; the supervisor has not dealt with it yet
         self._in_flight: set[asyncio.Task] = set()
         self._outstanding = 0
         self._slots = asyncio.Semaphore(experiment.rollout.max_concurrent_requests)
@@ -152,13 +153,23 @@ class EngineServer:
                 raise EngineLost(f"engine {self._index} did not answer within rollout.request_timeout_s={timeout_s:.0f}")
             if task.cancelled():
                 return Completion([], [], "abort", version)
-            token_ids, log_probs, finish_reason = task.result()
+            token_ids, log_probs, finish_reason = self._unless_lost(task.result, incarnation)
             if (self._version, self._incarnation) != (version, incarnation):
                 raise EngineLost(f"engine {self._index} went from version {version} to {self._version} while sampling")
             return Completion(token_ids, log_probs, finish_reason, version)
         finally:
             self._in_flight.discard(task)
             task.cancel()
+
+    def _unless_lost(self, result: Callable[[], Any], incarnation: int) -> Any:
+        """result(), and if it says that this server went away, close the gate at once: a death takes time to show."""
+        try:
+            return result()
+        except EngineLost as error:
+            if incarnation == self._incarnation and self._state in ("serving", "dirty"):
+                self._gone, self._state, self._version = True, "starting", None
+                self._why_closed = str(error)
+            raise
 
     # -- syncs
 
@@ -206,9 +217,11 @@ class EngineServer:
 
     async def _workers(self, method: str, request: SyncRequest, deadline: float) -> list[dict]:
         left = max(0.1, deadline - time.monotonic())
+        call = asyncio.create_task(self._server.call_workers(
+            method, replace(request, deadline_s=left).to_json(), left + RPC_MARGIN_S))
+        await asyncio.wait({call})
         try:
-            replies = await self._server.call_workers(method, replace(request, deadline_s=left).to_json(),
-                                                      left + RPC_MARGIN_S)
+            replies = self._unless_lost(call.result, request.incarnation)
         except TimeoutError as error:
             raise SyncError(f"the engine's workers did not answer {method} by the sync's deadline") from error
         if errors := [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply["error"]]:
@@ -225,7 +238,7 @@ class EngineServer:
     async def _launch(self) -> None:
         self._incarnation += 1
         self._state, self._version, self._plan = "starting", None, None
-        self._why_closed = "its server is starting"
+        self._why_closed, self._gone = "its server is starting", False
         self._server = self._make_server(self._experiment, self._index, self._run_id, self._incarnation,
                                          self._log_path, self._gpus, self._load_weights)
         try:
@@ -242,11 +255,12 @@ class EngineServer:
         """Restart the server whenever it ends, rollout.max_restarts times in all."""
         limit = self._experiment.rollout.max_restarts
         while True:
-            while (code := self._server.exit_code()) is None:
+            while self._server.exit_code() is None and not self._gone:
                 await asyncio.sleep(SUPERVISE_POLL_S)
-            error = (f"engine {self._index} (incarnation {self._incarnation}) ended with exit code {code}; the end of "
-                     f"{self._log_path}:\n{self._server.log_tail()}")
+            self._state, self._version, self._why_closed = "starting", None, "its server has died"
             await self._server.stop()
+            error = (f"engine {self._index} (incarnation {self._incarnation}) ended with exit code "
+                     f"{self._server.exit_code()}; the end of {self._log_path}:\n{self._server.log_tail()}")
             while True:
                 logger.error("%s", error)
                 if self._restarts >= limit:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from mrl.config.schema import Log
+from mrl.rollout.evaluation import evaluation_metrics
 from mrl.rollout.types import Group
 from mrl.stream.sync import PushReport
 
@@ -45,8 +46,10 @@ class RunLog:
                  f"len {values['rollout/response_length']:.1f} logprob_diff {values['rollout/logprob_diff']:.4f} "
                  f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Held-out results of the weights after `step` steps."""
+    def evaluation(self, groups: list[Group]) -> None:
+        """Held-out results of the weights that sampled `groups`."""
+        step, values = groups[0].version.step, evaluation_metrics(groups)
+        self.trajectories(f"eval_{step:06d}", groups)
         self.metrics(step, {"kind": "eval", **values})
         shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
         self.say(f"evaluation after step {step}: {shown} ({values['eval/prompts']} prompts)")
@@ -60,12 +63,10 @@ class RunLog:
             if error:
                 self.say(f"engine {index} did not take the weights of step {step}: {error}")
 
-    def trajectories(self, step: int, groups: list[Group]) -> None:
-        """A few sampled trajectories, one JSON object a line."""
-        chosen = [(g, t) for g in groups for t in g.trajectories[:1]][:self.log.trajectories_per_step]
-        if not chosen:
-            return
-        with open(self.trajectory_dir / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
+    def trajectories(self, name: str, groups: list[Group]) -> None:
+        """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""
+        chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
+        with open(self.trajectory_dir / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,

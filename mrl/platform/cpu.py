@@ -139,8 +139,8 @@ def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _patch_megatron() -> None:
-    # Small fused functions are decorated with torch.compile on import: each would cost a run of the C++ compiler, for no
-    # gain on the CPU.
+    # Small fused functions are decorated with torch.compile on import: each would cost a run of the C++ compiler, for
+    # no gain on the CPU.
     real_compile, torch.compile = torch.compile, lambda function: function
     try:
         from megatron.core import jit, utils

@@ -35,18 +35,12 @@ class Target:
 
 
 @dataclass
-class _Link:
-    name: str
-    transport: Transport
-
-
-@dataclass
 class Links:
     """The links of the sender of one stage. `store` is this thread's connection to the weight store."""
 
     stage: int
     store: dist.Store
-    open: dict[int, _Link] = field(default_factory=dict)
+    open: dict[int, Transport] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
     def begin(self, targets: list[Target], timeout_s: float) -> None:
@@ -55,7 +49,7 @@ class Links:
         deadline = time.monotonic() + START_SHARE * timeout_s
         waiting = {target.request.engine: target for target in targets}
         for engine in [*self.open]:
-            if engine in waiting and self.open[engine].name != waiting[engine].request.link:
+            if engine in waiting and waiting[engine].request.connect:
                 self._close(engine)
         ready: list[Target] = []
         while waiting:
@@ -69,7 +63,7 @@ class Links:
                     del waiting[engine]
                     self.drop(engine, f"the engine was not ready within {START_SHARE * timeout_s:.0f} s")
             time.sleep(READY_POLL_S if waiting else 0)
-        new = [target for target in ready if target.request.engine not in self.open]
+        new = [target for target in ready if target.request.connect]
         if new:
             with ThreadPoolExecutor(len(new)) as pool:  # one engine that dies now must not keep the others waiting
                 list(pool.map(lambda target: self._build(target, deadline), new))
@@ -84,7 +78,7 @@ class Links:
         for engine in engines:
             if engine in self.open:
                 try:
-                    pending[engine] = self.open[engine].transport.broadcast(flat, deadline)
+                    pending[engine] = self.open[engine].broadcast(flat, deadline)
                 except LinkError as error:
                     self.drop(engine, str(error))
         meanwhile()
@@ -108,13 +102,12 @@ class Links:
         request = target.request
         try:
             store = open_store(request.store_host, request.store_port, deadline)
-            transport = TRANSPORTS[request.transport](
+            self.open[request.engine] = TRANSPORTS[request.transport](
                 store, f"{request.link}/{self.stage}", SENDER_RANK, 1 + target.workers,
                 address_towards(request.store_host), deadline)
-            self.open[request.engine] = _Link(request.link, transport)
         except LinkError as error:
             self.drop(request.engine, str(error))
 
     def _close(self, engine: int) -> None:
-        if link := self.open.pop(engine, None):
-            link.transport.close()
+        if transport := self.open.pop(engine, None):
+            transport.close()

@@ -155,15 +155,15 @@ class WeightSync:
             if status.state in ("starting", "failed"):
                 calls.errors[index] = f"engine {index} is {status.state}: {status.error}"
                 continue
-            request, connecting = self._request(number, version, status)
+            request = self._request(number, version, status)
             calls.targets.append(Target(request, status.world_size))
-            full = replace(request, plan=self.plan.to_wire()) if connecting else request
+            full = replace(request, plan=self.plan.to_wire()) if request.connect else request
             calls.futures[index] = self.engines[index].receive.remote(full).future()
             calls.futures[index].add_done_callback(lambda done, index=index: self._spread_failure(number, index, done))
         return calls
 
-    def _request(self, number: int, version: Version, status: EngineStatus) -> tuple[SyncRequest, bool]:
-        """The request for one engine, without the plan, and whether it must (re)build its link."""
+    def _request(self, number: int, version: Version, status: EngineStatus) -> SyncRequest:
+        """The request for one engine, without the plan, which the senders have."""
         known = self.known[status.index]
         connecting = known.link is None or known.incarnation != status.incarnation
         if known.incarnation != status.incarnation:
@@ -175,9 +175,9 @@ class WeightSync:
         transport = "gloo" if self.settings.transport == "auto" else self.settings.transport
         return SyncRequest(
             run_id=self.run_id, engine=status.index, incarnation=status.incarnation, version=tuple(version),
-            push=number, link=known.link, store_host=self.store_host, store_port=self.store.port, plan={},
+            push=number, link=known.link, connect=connecting, store_host=self.store_host, store_port=self.store.port, plan={},
             buffers=self.settings.buffers, transport=transport, verify=verify,
-            deadline_s=self.settings.timeout_s), connecting
+            deadline_s=self.settings.timeout_s)
 
     def _spread_failure(self, number: int, index: int, future: Future) -> None:
         """Tell senders that still wait for an engine that it will not come."""

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from mrl.reshard import Layout
+from mrl.trainer.export import export_checkpoint
 from mrl.trainer.files import META, read_meta, state_file, weights_file
 
 if TYPE_CHECKING:
@@ -29,28 +30,27 @@ if TYPE_CHECKING:
 
 
 def save(trainer: Trainer, directory: Path, extra: Mapping[str, bytes]) -> None:
-    """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective.
-
-    extra: further files by name, of which rank 0 writes its own.
-    """
+    """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
     partial = directory.with_name(directory.name + ".tmp")
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    if trainer.dp_rank == 0:
-        # Copies: a live parameter is a view of Megatron's flat buffer, which would be written whole.
-        weights = {name: param.to("cpu", copy=True) for name, param in trainer.local_params().items()}
-        save_file(weights, partial / weights_file(trainer.coord))
+    _write_weights(trainer, partial)
     torch.save(_rank_state(trainer), partial / state_file(dist.get_rank()))
-    if first:
-        (partial / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
-        for name, content in extra.items():
-            (partial / name).write_bytes(content)
+    for name, content in extra.items():
+        (partial / name).write_bytes(content)
     dist.barrier()
-    if first:
+    if dist.get_rank() == 0:
         _replace(partial, directory)
+    dist.barrier()
+
+
+def export(trainer: Trainer, out: Path) -> None:
+    """Write the weights as a Hugging Face model directory, by way of the shards' files beside it. Collective."""
+    shards = out.with_name(out.name + ".shards")
+    _write_weights(trainer, shards)
+    if dist.get_rank() == 0:
+        try:
+            export_checkpoint(shards, trainer.source, out)
+        finally:
+            shutil.rmtree(shards)
     dist.barrier()
 
 
@@ -63,8 +63,8 @@ def load(trainer: Trainer, directory: Path) -> None:
     """
     layout, meta = read_meta(directory)
     if layout != trainer.layout:
-        raise ValueError(f"{directory} was written with {_words(layout)}, this run has {_words(trainer.layout)}; resume "
-                         f"with the same trainer.parallel and number of trainer ranks, or start from an export of it")
+        raise ValueError(f"{directory} was written with {_words(layout)}, this run has {_words(trainer.layout)}; "
+                         "resume with the same trainer.parallel and number of trainer ranks, or start from an export")
     params = trainer.local_params()
     weights = load_file(directory / weights_file(trainer.coord))
     _check(params, weights, directory)
@@ -76,6 +76,20 @@ def load(trainer: Trainer, directory: Path) -> None:
         _load_optimizer(optimizer, saved)
     trainer.optimizer.resume_schedule(meta["optimizer_steps"])
     _set_rng_state(trainer, state["rng"])
+
+
+def _write_weights(trainer: Trainer, directory: Path) -> None:
+    """A new directory with the weights and meta.json; complete when it returns. Collective."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (directory / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+    if trainer.dp_rank == 0:
+        # Copies: a live parameter is a view of Megatron's flat buffer, which would be written whole.
+        weights = {name: param.to("cpu", copy=True) for name, param in trainer.local_params().items()}
+        save_file(weights, directory / weights_file(trainer.coord))
+    dist.barrier()
 
 
 def _meta(trainer: Trainer) -> dict[str, Any]:
@@ -107,7 +121,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "state": optimizer.state_dict()["state"],
         # Transformer Engine's Adam counts its steps per group, torch's per parameter (inside "state").
         "group_steps": [group.get("step") for group in optimizer.param_groups],
-        "masters": [param.detach().to("cpu", copy=True) for group in optimizer.param_groups for param in group["params"]],
+        "masters": [param.detach().to("cpu", copy=True) for param in _params(optimizer)],
     }
 
 
@@ -117,10 +131,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         if step is not None:
             group["step"] = step
     optimizer.load_state_dict(merged)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     with torch.no_grad():
-        for param, master in zip(params, saved["masters"], strict=True):
+        for param, master in zip(_params(optimizer), saved["masters"], strict=True):
             param.copy_(master)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _rng_state(trainer: Trainer) -> dict[str, Any]:
@@ -137,13 +154,13 @@ def _set_rng_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _check(params: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], directory: Path) -> None:
     """Same names, shapes and dtypes."""
-    def describe(tensors: dict[str, torch.Tensor], name: str) -> str:
-        return f"{tuple(tensors[name].shape)} {tensors[name].dtype}" if name in tensors else "absent"
-
-    if wrong := [f"{name}: {describe(weights, name)} in the file, {describe(params, name)} in the model"
-                 for name in sorted(params.keys() | weights.keys()) if describe(weights, name) != describe(params, name)]:
-        raise ValueError(f"{directory} holds other parameters than this run's model "
-                         f"({len(wrong)} differ; check model.path and model.dtype):\n  " + "\n  ".join(wrong[:10]))
+    expected, found = ({name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+                       for tensors in (params, weights))
+    wrong = [f"{name}: {found.get(name, 'nothing')} in the file, {expected.get(name, 'nothing')} in the model"
+             for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+    if wrong:
+        raise ValueError(f"{directory} holds other parameters than this run's model ({len(wrong)} differ; check "
+                         "model.path and model.dtype):\n  " + "\n  ".join(wrong[:10]))
 
 
 def _words(layout: Layout) -> str:

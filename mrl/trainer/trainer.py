@@ -17,7 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from mrl.config.schema import Experiment
+from mrl.config.schema import Experiment, SftExperiment
 from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
@@ -40,19 +40,21 @@ data-parallel ranks, scalar metrics to be summed likewise; names ending in `_max
 class Trainer:
     """Megatron on this rank. Needs an initialised default process group and `platform.install()` before import."""
 
-    def __init__(self, experiment: Experiment, platform: Platform, total_steps: int) -> None:
-        """Build the model, load the weights of `model.path`, build the optimizer.
+    def __init__(self, experiment: Experiment | SftExperiment, platform: Platform, total_steps: int) -> None:
+        """Build the model, load the weights of `model.path`, build the optimizer. Collective.
 
         Args:
-            experiment: the sections model, trainer, rollout.sampling.temperature, algorithm.kl and seed are used.
+            experiment: `model`, `trainer` and `seed` are used; of an RL experiment also the sampling temperature, and
+                `algorithm.kl`, which decides whether reference parameters are kept.
             platform: where to compute.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         megatron_compat.install()
-        self.experiment, self.platform = experiment, platform
-        self.te = platform.uses_te
+        rl = isinstance(experiment, Experiment)
+        self.platform, self.te = platform, platform.uses_te
+        self.temperature = experiment.rollout.sampling.temperature if rl else 1.0
         self.place = enter_layout(experiment.trainer.parallel, experiment.seed)
-        path = model_directory(experiment.model.path)
+        self.source = path = model_directory(experiment.model.path)
         self.spec = model_spec(read_config(path))
         self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.dtype = getattr(torch, experiment.model.dtype)
@@ -64,7 +66,7 @@ class Trainer:
         self.model = wrap_data_parallel(gpt, self.config)
         self.config.finalize_model_grads_func = _sum_gradients
         self.optimizer = GuardedOptimizer(self.model, experiment.trainer.optimizer, self.dtype, total_steps)
-        self._reference = Reference(self._params, platform) if experiment.algorithm.kl.coef > 0 else None
+        self._reference = Reference(self._params, platform) if rl and experiment.algorithm.kl.coef > 0 else None
 
     @property
     def layout(self) -> Layout:
@@ -149,13 +151,20 @@ class Trainer:
     def save(self, directory: str | Path, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Write weights, optimizer, schedule and random state to `directory`, all or nothing.
 
-        extra: files that rank 0 adds to it, by name.
+        extra: more files to go into it, by name; any rank may give some, under names of its own. Collective.
         """
         checkpoint.save(self, Path(directory), extra)
 
     def load(self, directory: str | Path) -> None:
-        """Restore what `save` wrote. ValueError for another layout, naming both."""
+        """Restore what `save` wrote. Collective. ValueError for another layout, naming both."""
         checkpoint.load(self, Path(directory))
+
+    def export(self, out: str | Path) -> None:
+        """Write the current weights to the new directory `out` as a Hugging Face model. Collective.
+
+        FileExistsError (on rank 0) when `out` is not empty.
+        """
+        checkpoint.export(self, Path(out))
 
     def _run(self, microbatches: Sequence[Sequence[Sample]], on_logits: Callable) -> list:
         """Megatron's schedule over the microbatches; what `on_logits` reported, on the last stage (else [])."""
@@ -198,8 +207,7 @@ class Trainer:
         local = logits.shape[-1]
         shard = VocabShard(self.coord.tp * local, self.spec.vocab, self.place.tensor_group)
         # The logits at position t are about token t + 1.
-        values = log_probs_and_entropy(logits[0], packed.tokens.roll(-1), shard,
-                                       self.experiment.rollout.sampling.temperature)
+        values = log_probs_and_entropy(logits[0], packed.tokens.roll(-1), shard, self.temperature)
         first = packed.position_ids[:packed.real] == 0
         return tuple(torch.where(first, 0.0, value.roll(1)[:packed.real]) for value in values)
 

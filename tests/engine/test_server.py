@@ -26,6 +26,11 @@ class FakeServer:
         self.calls, self.waiting, self.code, self.resets = [], [], None, 0
         FakeServer.made.append(self)
 
+    def lose(self):
+        """Go away under the requests; that the process has died shows later."""
+        for future in self.waiting:
+            future.set_exception(EngineLost("gone"))
+
     @staticmethod
     def ok(**extra):
         return {"error": None, "holdings": WHOLE, "opaque": {}, "receive_s": 0.1, "apply_s": 0.2, **extra}
@@ -67,7 +72,7 @@ class FakeServer:
 
 def sync_request(step: int, **changes) -> SyncRequest:
     request = SyncRequest(run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link="l",
-                          store_host="h", store_port=1, plan=PLAN, buffers=2, transport="gloo", verify=True,
+                          connect=True, store_host="h", store_port=1, plan=PLAN, buffers=2, transport="gloo", verify=True,
                           deadline_s=5.0)
     return replace(request, **changes)
 
@@ -243,6 +248,22 @@ def test_death_loses_requests_and_restarts_dirty_until_the_limit():
             await engine.generate(REQUEST)
 
     with_engine(scenario, max_restarts=2)
+
+
+def test_a_server_that_goes_away_closes_the_gate_at_once():
+    async def scenario(engine, server):
+        await engine.receive(sync_request(1))
+        task = await sampling(engine, server)
+        server.lose()
+        with pytest.raises(EngineLost):
+            await task
+        assert (await engine.status()).state == "starting"
+        with pytest.raises(EngineLost, match="is starting"):
+            await engine.receive(sync_request(2))
+        await until(lambda: engine._state == "dirty")
+        assert (await engine.status()).incarnation == 2
+
+    with_engine(scenario)
 
 
 def test_the_end_of_the_log_is_in_the_error():

@@ -19,11 +19,13 @@ class Sender:
     def __init__(self, workers: int):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers, self.plan = workers, Plan.from_wire(wire_plan())
-        self.transport = None
+        self.transport, self.links = None, 0
 
     def request(self, step: int, **changes) -> SyncRequest:
+        """For this sender's link, which is built if need be."""
         request = SyncRequest(
-            run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link="link/0", store_host="127.0.0.1",
+            run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link=f"link/{self.links}",
+            connect=self.transport is None, store_host="127.0.0.1",
             store_port=self.store.port, plan=wire_plan(), buffers=2, transport="gloo", verify=False, deadline_s=20.0)
         return replace(request, **changes)
 
@@ -43,7 +45,7 @@ class Sender:
 
     def hang_up(self) -> None:
         self.transport.close()
-        self.transport = None
+        self.transport, self.links = None, self.links + 1
 
 
 def make(tp: int) -> tuple[Sender, list[Receiver]]:
@@ -97,10 +99,20 @@ def test_a_sender_that_goes_away_leaves_them_dirty_and_a_new_link_heals_them():
     assert all(isinstance(outcome, LinkError) for outcome in outcomes), outcomes
     assert time.monotonic() - began < 10, "they waited for the deadline instead of noticing"
     assert all(receiver.dirty for receiver in receivers)
-    sync(sender, receivers, sender.request(2, link="link/1"), tensors(2))
+    sync(sender, receivers, sender.request(2), tensors(2))
     for receiver in receivers:
         assert not receiver.dirty
         expect(receiver.model, tensors(2))
+
+
+def test_a_link_that_the_receiver_has_given_up_is_not_waited_for():
+    sender, receivers = make(1)
+    sync(sender, receivers, sender.request(1), tensors(1))
+    receivers[0].close()
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="link/0 is gone; the next push builds another"):
+        receivers[0].receive(sender.request(2))
+    assert time.monotonic() - began < 2
 
 
 def test_a_silent_sender_runs_into_the_deadline():

@@ -1,4 +1,4 @@
-"""Under torchrun, 2 ranks: optimizer, schedule, NaN, reference, checkpoint. Arguments: folder, then "first" or "resume"."""
+"""Under torchrun, 2 ranks: optimizer, schedule, NaN, reference, checkpoint. Arguments: folder, "first" or "resume"."""
 from __future__ import annotations
 
 import math
@@ -73,7 +73,9 @@ def first(folder: Path, platform) -> None:
                 trainer.use_reference()
         run = folder / f"run_{name}"
         trainer.save(run / "checkpoints" / "step_2")
-        trainer.save(run / "checkpoints" / "step_2")  # again, as after a restart
+        # Again, as after a restart; now with a file of the loop's.
+        trainer.save(run / "checkpoints" / "step_2", {"loop": b"batch"} if dist.get_rank() == 0 else {})
+        trainer.export(run / "exported")
         samples = [sample for microbatch in rows for sample in microbatch]
         torch.save((samples, trainer.log_probs(rows)), run / f"log_probs{dist.get_rank()}.pt")
         steps += [trainer.train(rows, loss_fn) for _ in range(2)]
@@ -126,9 +128,9 @@ def check_reference(trainer, rows, initial) -> None:
 
 
 def check_against_torch(folder: Path, trainer, batch, steps) -> None:
-    """Two steps of torch's AdamW on the whole model: clipping, decay (matrices only), moments, schedule, data parallel."""
+    """Two steps of torch's AdamW on the whole model: clipping, decay (matrices only), moments, data parallelism."""
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-    section = trainer.experiment.trainer.optimizer
+    section = experiment(folder / "llama", **RUNS["data"][1]).trainer.optimizer
     matrices = [param for param in model.parameters() if param.ndim > 1]
     vectors = [param for param in model.parameters() if param.ndim == 1]
     adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
@@ -148,7 +150,7 @@ def check_against_torch(folder: Path, trainer, batch, steps) -> None:
         adam.step()
     gpt = trainer.local_params()
     for mine, theirs in (("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-                         ("decoder.layers.3.self_attention.linear_proj.weight", "model.layers.3.self_attn.o_proj.weight"),
+                         ("decoder.layers.3.mlp.linear_fc2.weight", "model.layers.3.mlp.down_proj.weight"),
                          ("decoder.final_layernorm.weight", "model.norm.weight")):
         expected = model.get_parameter(theirs)
         # Adam divides by the gradient's own size, so elements whose gradient is rounding noise may differ by lr.

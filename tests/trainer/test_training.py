@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "run_training.py"
 
 @pytest.fixture(scope="module")
 def trained(tiny_models):
-    """Two runs of four steps each, with a checkpoint after two: see run_training.first."""
+    """Runs of four steps each, with a checkpoint after two: see run_training.first."""
     torchrun(SCRIPT, 2, tiny_models, "first")
     for name, (family, settings) in RUNS.items():
         dump_experiment(experiment(tiny_models / family, **settings), tiny_models / f"run_{name}" / "config.yaml")
@@ -34,6 +34,9 @@ def test_export_is_the_model_that_was_trained(trained, name, tmp_path):
     run = trained / f"run_{name}"
     out = export_run(run, None, tmp_path / "hf")
     samples, log_probs = torch.load(run / "log_probs0.pt")
+    assert (run / "checkpoints" / "step_2" / "loop").read_bytes() == b"batch"
+    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["checkpoints", "exported"]
+    assert (run / "exported" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     assert "lm_head.weight" not in load_file(out / "model.safetensors")  # tied: the embedding leaves once
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for sample, expected in zip(samples, log_probs, strict=True):

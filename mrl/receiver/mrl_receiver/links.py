@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 SENDER_RANK = 0
+CONNECT_TIMEOUT_S = 30.0
+"""For meeting at the store. Both ends have said that they are ready, so a peer that stays away has died."""
 
 
 class LinkError(RuntimeError):
@@ -63,7 +65,7 @@ class GlooTransport:
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int, address: str, deadline: float):
         """Meets the other ranks at `store` under `name`. `address`: the local address to listen on."""
         self.name = name
-        timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        timeout = timedelta(seconds=max(0.001, min(CONNECT_TIMEOUT_S, deadline - time.monotonic())))
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 
 from .checksum import checksum
-from .links import TRANSPORTS, Transport, address_towards, open_store
+from .links import TRANSPORTS, LinkError, Transport, address_towards, open_store
 from .trace import Loader, Route, TraceError, trace, untouched
 from .wire import Bucket, Holding, Plan, SyncRequest, ready_key
 
@@ -112,12 +112,14 @@ class Receiver:
             raise Refused(f"transport {request.transport!r} is unknown; known are {', '.join(TRANSPORTS)}")
 
     def _connect(self, request: SyncRequest, deadline: float) -> None:
-        """Tell the senders that we are ready, and build the link's communicators if it is a new one."""
-        if request.link != self.link:
+        """Tell the senders that we are ready, and build the link's communicators if we are to."""
+        if not request.connect and request.link != self.link:
+            raise LinkError(f"link {request.link} is gone; the next push builds another")
+        if request.connect:
             self.close()
             self.store = open_store(request.store_host, request.store_port, deadline)
         self.store.set(ready_key(request, self.worker), "1")
-        if request.link != self.link:
+        if request.connect:
             address = address_towards(request.store_host)
             for stage in self.plan.stages:
                 self.transports[stage] = TRANSPORTS[request.transport](

@@ -97,8 +97,8 @@ class Plan:
 class SyncRequest:
     """What one engine is told about one sync; one control call carries it.
 
-    `link` names the set of communicators to use (a new name: build them); the rendezvous is the store at
-    store_host:store_port. `push` numbers the sync, and with `link` names its store keys. `deadline_s` is the time
+    `link` names the set of communicators to use; with `connect` they are built first, at the store at
+    store_host:store_port, and `plan` is given. `push` numbers the sync, and with `link` names its store keys. `deadline_s` is the time
     from the call to the commit. `incarnation` is the server start the sender has in mind.
     """
 
@@ -108,6 +108,7 @@ class SyncRequest:
     version: tuple[int, int]
     push: int
     link: str
+    connect: bool
     store_host: str
     store_port: int
     plan: dict[str, Any]

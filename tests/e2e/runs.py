@@ -1,0 +1,71 @@
+"""Runs of the real thing for the tests of this folder: started like a user starts them, read back from their run directory."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+PROJECT = Path(__file__).parents[2]
+MRL = Path(sys.executable).parent / "mrl"
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen:
+    with open(log, "w", encoding="utf-8") as file:
+        return subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+
+def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
+    """Wait for exit code 0. AssertionError with the end of the log otherwise."""
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    assert code == 0, f"exit code {code}\n{log.read_text()[-4000:]}"
+
+
+def wait_for(text: str, path: Path, process: subprocess.Popen, log: Path, timeout_s: float = 240) -> None:
+    """Until `text` stands in the file `path`; fails when the run ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not (path.exists() and text in path.read_text()):
+        assert process.poll() is None, f"the run ended before {text!r}\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"{text!r} did not come within {timeout_s} s\n{log.read_text()[-4000:]}"
+        time.sleep(0.05)
+
+
+def rows(run_dir: Path, kind: str) -> list[dict]:
+    """The rows of metrics.jsonl of one kind: train, eval or sync."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def trajectories(run_dir: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "trajectories" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Living processes that a run started: its engines, guards, ranks and Ray workers, known by their environment or
+    command line."""
+    run = json.loads((run_dir / "run.json").read_text())
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marks = " ".join(process.cmdline()) + " " + process.environ().get("MRL_RUN_ID", "")
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if process.pid != os.getpid() and (run["run_id"] in marks or str(run_dir) in marks):
+            found.append(process)
+    return found
+
+
+def assert_nothing_left(run_dir: Path) -> None:
+    deadline = time.monotonic() + 15
+    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"still running: {[(p.pid, p.cmdline()[:4]) for p in left]}"
