@@ -102,22 +102,22 @@ class EngineServer:
                 drained = time.monotonic() - began
                 if request.plan:
                     await self._prepare(request, deadline)
-            except SyncError as error:
+            except Exception as error:
                 self._reopen(request, opened, f"version {version} was refused: {error}")
-                raise
+                raise _sync_error(error)
             self._version, self._floor = None, version
             try:
                 result = await self._transfer(request, drained, deadline)
-            except RuntimeError as error:
+            except Exception as error:
                 self._why_closed = f"version {version} was not received whole: {error}"
-                raise error if isinstance(error, (SyncError, EngineLost)) else SyncError(str(error)) from error
+                raise _sync_error(error)
             if self._incarnation != request.incarnation or self._state != "dirty":
                 raise EngineLost(f"engine {self._index} died at the end of the sync of version {version}")
             self._version, self._state = version, "serving"
             return result
 
     async def abort(self, attempt: int) -> int:
-        """Abort every request in flight and refuse weights of attempts before `attempt`. Returns how many were aborted."""
+        """Abort every request in flight and refuse weights of attempts before `attempt`. Returns the number aborted."""
         self._floor = max(self._floor, Version(attempt, 0))
         aborted = list(self._in_flight)
         for task in aborted:
@@ -150,7 +150,8 @@ class EngineServer:
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             if not task.done():
-                raise EngineLost(f"engine {self._index} did not answer within rollout.request_timeout_s={timeout_s:.0f}")
+                raise EngineLost(f"engine {self._index} did not answer within rollout.request_timeout_s="
+                                 f"{timeout_s:.0f}")
             if task.cancelled():
                 return Completion([], [], "abort", version)
             token_ids, log_probs, finish_reason = self._unless_lost(task.result, incarnation)
@@ -274,3 +275,10 @@ class EngineServer:
 
     def _fail(self, error: str) -> None:
         self._state, self._version, self._error, self._why_closed = "failed", None, error, error
+
+
+def _sync_error(error: Exception) -> Exception:
+    """What a caller of receive() gets to see."""
+    if isinstance(error, (SyncError, EngineLost)):
+        return error
+    return SyncError(f"{type(error).__name__}: {error}")

@@ -55,7 +55,8 @@ def command_line(experiment: Experiment, index: int, port: int, load_weights: bo
         rollout.python, "-m", "vllm.entrypoints.openai.api_server",
         "--model", _model_path(experiment), "--served-model-name", MODEL_NAME,
         "--host", rollout.host, "--port", str(port), "--disable-uvicorn-access-log",
-        "--load-format", "auto" if load_weights else "dummy", "--dtype", model.dtype, "--seed", str(experiment.seed % 2**31 + index),
+        "--load-format", "auto" if load_weights else "dummy", "--dtype", model.dtype,
+        "--seed", str(experiment.seed % 2**31 + index),
         "--worker-extension-cls", "mrl_receiver.vllm.WeightReceiver",
         "--max-model-len", str(length), "--max-num-seqs", str(rollout.max_concurrent_requests),
         "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
@@ -117,7 +118,7 @@ class VllmServer:
             await self._answers(time.monotonic() + rollout.start_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
-        """(token ids, log-probs, finish reason). EngineLost when the server goes away; cancelling aborts the request."""
+        """(token ids, log-probs, finish reason). EngineLost when the server goes away. To abort, cancel."""
         sampling = {
             "max_tokens": request.max_tokens, "temperature": request.temperature, "seed": request.seed,
             "top_p": request.top_p, "top_k": request.top_k, "stop_token_ids": list(request.stop_token_ids),

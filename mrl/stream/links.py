@@ -61,7 +61,7 @@ class Links:
                     self.drop(engine, "the engine refused the sync")
                 elif time.monotonic() > deadline:
                     del waiting[engine]
-                    self.drop(engine, f"the engine was not ready within {START_SHARE * timeout_s:.0f} s")
+                    self.drop(engine, f"the engine was not ready within {START_SHARE * timeout_s:g} s")
             time.sleep(READY_POLL_S if waiting else 0)
         new = [target for target in ready if target.request.connect]
         if new:

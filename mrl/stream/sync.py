@@ -175,8 +175,8 @@ class WeightSync:
         transport = "gloo" if self.settings.transport == "auto" else self.settings.transport
         return SyncRequest(
             run_id=self.run_id, engine=status.index, incarnation=status.incarnation, version=tuple(version),
-            push=number, link=known.link, connect=connecting, store_host=self.store_host, store_port=self.store.port, plan={},
-            buffers=self.settings.buffers, transport=transport, verify=verify,
+            push=number, link=known.link, connect=connecting, store_host=self.store_host, store_port=self.store.port,
+            plan={}, buffers=self.settings.buffers, transport=transport, verify=verify,
             deadline_s=self.settings.timeout_s)
 
     def _spread_failure(self, number: int, index: int, future: Future) -> None:
@@ -230,7 +230,7 @@ class WeightSync:
         return json.loads(self.store.get(key))
 
     def _stage_group(self) -> Optional[dist.ProcessGroup]:
-        """The tensor-parallel ranks of this rank's stage (first data-parallel replica); every rank makes every group."""
+        """The tensor-parallel ranks of this rank's stage, in the first replica; every rank makes every group."""
         layout, mine = self.trainer.layout, None
         if layout.tp > 1:
             for stage in range(layout.pp):

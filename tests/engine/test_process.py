@@ -11,7 +11,8 @@ from mrl.engine.process import ProcessTree
 # A command that starts a stubborn, detached grandchild and writes its own and the grandchild's pid.
 FAMILY = """
 import os, signal, subprocess, sys, time
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+stubborn = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+            "time.sleep(600)")
 child = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)

@@ -72,8 +72,8 @@ class FakeServer:
 
 def sync_request(step: int, **changes) -> SyncRequest:
     request = SyncRequest(run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link="l",
-                          connect=True, store_host="h", store_port=1, plan=PLAN, buffers=2, transport="gloo", verify=True,
-                          deadline_s=5.0)
+                          connect=True, store_host="h", store_port=1, plan=PLAN, buffers=2, transport="gloo",
+                          verify=True, deadline_s=5.0)
     return replace(request, **changes)
 
 
@@ -215,6 +215,7 @@ def test_a_broken_sync_leaves_it_dirty_until_a_whole_one(answer, words):
 @pytest.mark.parametrize("answer, words", [
     ([{"error": "TraceError: norm"}], "worker 0: TraceError: norm"),
     ([{**FakeServer.ok(), "holdings": {}}], "norm of shape .* takes 0 of its 6 elements"),
+    (RuntimeError("answered 500"), "RuntimeError: answered 500"),
 ])
 def test_a_plan_that_does_not_fit_is_refused_before_any_byte(answer, words):
     async def scenario(engine, server):

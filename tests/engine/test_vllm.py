@@ -28,7 +28,8 @@ def value_of(command: list[str], flag: str) -> str:
 
 
 def test_command_line(tmp_path):
-    config = experiment(model={"path": str(tmp_path), "dtype": "bfloat16"}, data={"train": "-", "max_prompt_tokens": 100},
+    config = experiment(model={"path": str(tmp_path), "dtype": "bfloat16"},
+                        data={"train": "-", "max_prompt_tokens": 100},
                         rollout={"python": "py", "parallel": {"tp": 2}, "sampling": {"max_response_tokens": 28},
                                  "args": ["--max-num-seqs", "7"]})
     command = command_line(config, 1, 1234, load_weights=False, on_cpu=True)

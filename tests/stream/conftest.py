@@ -13,7 +13,7 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import GenerateRequest
 from mrl.reshard.layout import Layout
 from mrl.stream.sync import WeightSync
-from tests.stream.engines import RUN_ID, make_engine, start_ray, vllm_python
+from tests.stream.engines import RUN_ID, alive, make_engine, start_ray, vllm_python
 from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, reference_log_probs, weights
 
 
@@ -55,10 +55,26 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def bench(ray_address, model, tmp_path_factory):
     experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2})
-    engine = make_engine(experiment, tmp_path_factory.mktemp("run"), "engine-0")
+    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, "engine-0")
+
+
+@pytest.fixture(scope="module")
+def bench_tp2(ray_address, model, tmp_path_factory):
+    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2}, rollout={"parallel": {"tp": 2}},
+                                 cluster={"rollout_gpus": 2})
+    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, "engine-tp2")
+
+
+def running(experiment, model, run_dir, ray_address, name):
+    """Start an engine, yield it, and see that nothing of it is left afterwards."""
+    engine = make_engine(experiment, run_dir, name)
     ray.get(engine.start.remote(), timeout=400)
-    yield Bench(experiment, model, engine, ray_address)
-    ray.get(engine.stop.remote(), timeout=60)
+    bench = Bench(experiment, model, engine, ray_address)
+    yield bench
+    processes = bench.call("processes")
+    assert len(processes) > 2
+    bench.call("stop")
+    assert not [pid for pid in processes if alive(pid)]
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +89,15 @@ def one_rank():
 @pytest.fixture
 def pushing(bench, one_rank):
     """(trainer, sync) of a one-rank gang."""
+    yield from gang_of_one(bench)
+
+
+@pytest.fixture
+def pushing_tp2(bench_tp2, one_rank):
+    yield from gang_of_one(bench_tp2)
+
+
+def gang_of_one(bench):
     trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
     trainer.become(weights(bench.model, 0))
     sync = WeightSync(bench.experiment, trainer, [bench.engine], RUN_ID)

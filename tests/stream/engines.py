@@ -30,9 +30,8 @@ class TestableEngine(EngineServer):
 
 
 def vllm_python() -> str:
-    """Python of the vLLM environment: MRL_TEST_VLLM_PYTHON, or the one that launch/setup.sh made."""
-    home = Path(os.environ.get("MRL_HOME", ROOT / ".mrl"))
-    return os.environ.get("MRL_TEST_VLLM_PYTHON", str(home / "vllm" / "bin" / "python"))
+    """Python of the vLLM environment that launch/setup.sh made."""
+    return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / "vllm" / "bin" / "python")
 
 
 def start_ray() -> Iterator[str]:
@@ -43,6 +42,10 @@ def start_ray() -> Iterator[str]:
              runtime_env={"env_vars": {"PYTHONPATH": path}})
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def make_engine(experiment: Experiment, run_dir: Path, name: str, **keywords: Any):

@@ -4,15 +4,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
 import torch
 
+from mrl.config.schema import Experiment
 from mrl.engine.api import EngineClosed, GenerateRequest, SyncError, Version
 from mrl.receiver.mrl_receiver.wire import SyncRequest
-from tests.stream.engines import ROOT, RUN_ID
+from tests.stream.engines import ROOT, RUN_ID, alive
 from tests.stream.tiny import PROMPT, reference_log_probs, weights
 from tests.torchrun import torchrun
 
@@ -89,7 +89,7 @@ def test_an_older_version_is_refused_and_the_engine_serves_on(bench, pushing):
     assert report.ok and bench.log_prob_error(tensors) < TOLERANCE
 
 
-@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_gangs_of_two_ranks(bench, tmp_path, tp, pp, dp):
     config = tmp_path / "experiment.json"
     config.write_text(bench.experiment.model_dump_json())
@@ -98,11 +98,23 @@ def test_gangs_of_two_ranks(bench, tmp_path, tp, pp, dp):
     output = torchrun(ROOT / "tests/stream/push_ranks.py", tp * pp * dp, config, bench.ray_address, str(tp), str(pp),
                       str(first), str(last))
     reports = [json.loads(line.split("REPORT ", 1)[1]) for line in output.splitlines() if "REPORT " in line]
-    print(*reports, sep="\n")
     assert [report["verified"] for report in reports] == [True, False, True]
     assert all(report["errors"] == {"0": None} for report in reports)
     assert bench.call("status").version == Version(0, last)
     assert bench.log_prob_error(weights(bench.model, last)) < TOLERANCE
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}])
+def test_a_real_megatron_gang_and_the_engine_agree_after_every_push(bench, tmp_path, parallel):
+    changes = {"trainer": {"parallel": parallel, "optimizer": {"lr": 0.01, "schedule": "constant"}}}
+    experiment = Experiment.model_validate({**bench.experiment.model_dump(), **changes})
+    config = tmp_path / "experiment.json"
+    config.write_text(experiment.model_dump_json())
+    first = bench.next_step()
+    bench.step += 2
+    output = torchrun(ROOT / "tests/stream/push_megatron.py", 2, config, bench.ray_address, str(first))
+    differences = [float(line.split()[-1]) for line in output.splitlines() if "DIFFERENCE" in line]
+    assert len(differences) == 3 and max(differences) < TOLERANCE
 
 
 def wire_request(bench, plan: dict, port: int, step: int) -> SyncRequest:
@@ -165,10 +177,6 @@ def test_another_runs_trainer_is_refused(bench, pushing):
     request = wire_request(bench, pushing[1].plan.to_wire(), 1, bench.next_step())
     with pytest.raises(SyncError, match="not engine 0 of run 'another'"):
         bench.call("receive", replace(request, run_id="another"))
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").exists()
 
 
 @pytest.mark.slow

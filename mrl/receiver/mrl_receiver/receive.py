@@ -1,4 +1,7 @@
-"""One worker's side of a sync: check, trace, receive, apply, checksum. Knows no engine: it is given a model and its loader."""
+"""One worker's side of a sync: check, trace, receive, apply, checksum.
+
+Knows no particular engine: it is given a model and the loader that belongs to it.
+"""
 from __future__ import annotations
 
 import logging

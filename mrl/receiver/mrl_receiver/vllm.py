@@ -53,7 +53,7 @@ def _answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 class WeightReceiver:
-    """Methods added to a vLLM worker. Arguments and answers are JSON; an answer's "error" is None or says what failed."""
+    """Methods added to a vLLM worker. Arguments and answers are JSON; "error" is None or says what failed."""
 
     @_answering
     def mrl_identity(self) -> dict[str, Any]:

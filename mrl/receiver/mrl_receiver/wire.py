@@ -98,8 +98,8 @@ class SyncRequest:
     """What one engine is told about one sync; one control call carries it.
 
     `link` names the set of communicators to use; with `connect` they are built first, at the store at
-    store_host:store_port, and `plan` is given. `push` numbers the sync, and with `link` names its store keys. `deadline_s` is the time
-    from the call to the commit. `incarnation` is the server start the sender has in mind.
+    store_host:store_port, and `plan` is given. `push` numbers the sync, and with `link` names its store keys.
+    `deadline_s` is the time from the call to the commit. `incarnation` is the server start the sender has in mind.
     """
 
     run_id: str
