@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from mrl.config.load import load_sft
 from mrl.config.schema import SftExperiment
 from mrl.platform import get_platform
 
-LOG_EVERY = 20
+WINDOW = 20
+"""Steps between progress lines, and steps that `stop_below` averages over."""
 
 
 def nll_loss(log_probs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, torch.Tensor]):
@@ -58,7 +60,7 @@ def train(experiment: SftExperiment) -> None:
     trainer = Trainer(experiment, platform, experiment.steps)
     samples = make_samples(experiment)
     order = PromptOrder(len(samples), experiment.seed, experiment.data.shuffle)
-    began = time.monotonic()
+    began, recent = time.monotonic(), deque(maxlen=WINDOW)
     for step in range(1, experiment.steps + 1):
         chosen = [samples[draw.row] for draw in order.take(experiment.batch.samples_per_step)]
         weights = token_weights([s["loss_mask"] for s in chosen], "token_mean")
@@ -66,9 +68,14 @@ def train(experiment: SftExperiment) -> None:
         share = assign([len(s["tokens"]) for s in batch], trainer.layout.dp,
                        experiment.batch.max_tokens_per_microbatch)[trainer.dp_rank]
         metrics = trainer.train([[batch[i] for i in microbatch] for microbatch in share], nll_loss)
-        if dist.get_rank() == 0 and (step % LOG_EVERY == 0 or step == experiment.steps):
-            print(f"step {step}/{experiment.steps} nll {metrics['nll']:.4f} grad {metrics['grad_norm']:.3f} "
+        recent.append(metrics["nll"])
+        average = sum(recent) / len(recent)
+        enough = len(recent) == WINDOW and average < experiment.stop_below
+        if dist.get_rank() == 0 and (step % WINDOW == 0 or step == experiment.steps or enough):
+            print(f"step {step}/{experiment.steps} nll {average:.4f} grad {metrics['grad_norm']:.3f} "
                   f"lr {metrics['lr']:.2e} {time.monotonic() - began:.0f}s", flush=True)
+        if enough:
+            break
     trainer.export(experiment.out)
     if dist.get_rank() == 0:
         print(f"wrote {experiment.out}", flush=True)

@@ -192,7 +192,8 @@ class SftExperiment(Section):
 
     seed: NonNegativeInt = Field(1, description="of the samples' order and initialisation")
     out: str = Field(description="directory to write, as a Hugging Face checkpoint")
-    steps: PositiveInt = Field(description="optimizer steps")
+    steps: PositiveInt = Field(description="optimizer steps, at most")
+    stop_below: NonNegativeFloat = Field(0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
     model: Model
     data: Data
     batch: SftBatch
