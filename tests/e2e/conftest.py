@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import PROJECT, finish, start
 
-STEPS = 40
+STEPS = 60
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,10 @@ from tests.e2e.runs import MRL, PROJECT, assert_nothing_left, finish, rows, star
 pytestmark = pytest.mark.slow
 STEPS = 9
 MODES = {
-    "one_step_overlap": ["trainer.parallel.tp=1"],
+    "one_step_overlap": ["trainer.parallel.tp=1", "cluster.trainer_gpus=1"],
     "colocated_sync": ["cluster.gpus=1", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null",
-                       "trainer.parallel.tp=1"],
+                       "trainer.parallel.tp=1", "batch.minibatches=2", "algorithm.old_log_prob=recompute",
+                       "algorithm.kl.coef=0.001"],
 }
 
 
@@ -89,8 +90,38 @@ def test_the_gang_went_on_from_its_checkpoint_as_a_new_attempt(survivor):
     assert saved == ["step_000003", "step_000006", "step_000009"]
 
 
+def test_timings_have_the_parts_of_their_mode(survivor):
+    for row in rows(survivor.run_dir, "train"):
+        named = {name.removeprefix("timing/") for name in row if name.startswith("timing/")}
+        if survivor.overlap:
+            expected = {"wait_prev_gen", "update_actor", "sync"} - ({"wait_prev_gen"} if row["step"] == STEPS else set())
+        else:
+            expected = {"gen", "old_log_prob", "ref_log_prob", "update_actor", "sync"} - (
+                {"gen"} if row["step"] == STEPS else set())
+        assert named - {"checkpoint"} == expected | {"step", "other", "generate_sequences"}
+        assert row["timing/step"] == pytest.approx(sum(row[f"timing/{name}"] for name in named) -
+                                                   row["timing/step"] - row["timing/generate_sequences"], abs=1e-6)
+
+
 def test_nothing_is_left_running(survivor):
     assert_nothing_left(survivor.run_dir)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_leaves_no_process(warm_start, tmp_path, number):
+    run_dir, log = tmp_path / "run", tmp_path / "console.log"
+    process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(run_dir),
+                     "trainer.parallel.tp=1", "cluster.trainer_gpus=1"], log)
+    # SIGKILL is for a run in full swing; the others must also work while the engine is still starting.
+    if number == signal.SIGKILL:
+        wait_for("step 1/", run_dir / "progress.log", process, log)
+    else:
+        wait_for("vllm", run_dir / "logs" / "engine_0.log", process, log)
+        (run_dir / "run.json").write_text(json.dumps({"run_id": "not known yet"}))
+    process.send_signal(number)
+    process.wait(60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+    assert_nothing_left(run_dir)
 
 
 @pytest.fixture(scope="module")
