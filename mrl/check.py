@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mrl.cluster.placement import Placement, place
+from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
+from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys
 from mrl.config.schema import Experiment
 from mrl.reshard.layout import Layout
@@ -61,13 +62,13 @@ class RankMemory:
 
 
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
-    """The plan of an experiment that passed its checks (`mrl.preflight`)."""
+    """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
     spec = model_spec(hf_config)
     parallel = exp.trainer.parallel
     layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=exp.data_parallel)
     device = resolved_device(exp, visible_gpus)
     sync = plan_sync(spec, layout, int(exp.sync.bucket_mb * 2**20), exp.model.dtype, te=device == "cuda")
-    return Plan(exp, spec, layout, device, place(exp), sync)
+    return Plan(exp, spec, layout, device, assign(exp, visible=None), sync)
 
 
 def rank_memory(plan: Plan, rank: int) -> RankMemory:
@@ -104,6 +105,13 @@ def show_plan(console: Console, plan: Plan, bandwidth_gbs: float | None) -> None
     _show(console, "Weight sync", ("what", "value"), _sync_rows(plan, bandwidth_gbs))
 
 
+def show_warnings(console: Console, problems: Sequence[Problem]) -> None:
+    """Print what is no problem for a plan, but would be for `mrl train` on this machine."""
+    for problem in problems:
+        console.print(f"warning: not on this machine: {problem.key} = {problem.value} ({problem.remedy})",
+                      style="yellow", markup=False)
+
+
 def show_keys(console: Console) -> None:
     """Print every key of the experiment file with its type, default and meaning."""
     rows = [(key.name, key.type, key.default, key.description) for key in leaf_keys()]
@@ -125,7 +133,7 @@ def _capped(rows: list[tuple[str, ...]], count: int) -> Rows:
     return rows if not left else [*rows, (f"… {left} more", *[""] * (len(rows[0]) - 1))]
 
 
-def _devices(plan: Plan, devices: Sequence[int]) -> str:
+def _devices(plan: Plan, devices: Sequence[str]) -> str:
     """Consecutive devices, as text."""
     unit = "GPU" if plan.device == "cuda" else "CPU process"
     return f"{unit} {devices[0]}" if len(devices) == 1 else f"{unit} {devices[0]}-{devices[-1]}"

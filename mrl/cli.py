@@ -7,15 +7,18 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 
 from mrl.config.errors import ConfigError, UserError
 from mrl.config.schema import Experiment
+
+if TYPE_CHECKING:
+    from mrl.preflight import Findings
 
 USER_ERROR_CODE = 2
 
@@ -37,7 +40,9 @@ def train(
 ) -> None:
     """Train a model by reinforcement learning, as the experiment file says."""
     with _user_errors():
-        exp, _ = _checked(experiment, overrides)
+        from mrl.preflight import preflight_training
+
+        exp, _ = _checked(experiment, overrides, preflight_training)
         from mrl.cluster import launch
 
         raise typer.Exit(launch.train(exp, run_dir))
@@ -64,8 +69,11 @@ def check(
             return
         if experiment is None:
             raise UserError("mrl check needs an EXPERIMENT (or --keys)")
-        exp, hf_config = _checked(experiment, overrides, count=False, gpus=gpus)
+        from mrl.preflight import check_engine_python, preflight_plan
+
+        exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))
         plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus), bandwidth_gbs)
+        plans.show_warnings(console, [*check_engine_python(exp)])
 
 
 @app.command()
@@ -102,7 +110,9 @@ def evaluate_command(
         if run is not None and not run.is_dir():
             raise UserError(f"--run {run}: no such directory")
         chosen = [] if model is None else [f"model.path={json.dumps(str(model))}"]
-        exp, _ = _checked(experiment, [*(overrides or []), *chosen])
+        from mrl.preflight import preflight_evaluation
+
+        exp, _ = _checked(experiment, [*(overrides or []), *chosen], preflight_evaluation)
         from mrl.evaluate import evaluate
 
         if run is None:
@@ -117,17 +127,13 @@ def evaluate_command(
             raise typer.Exit(evaluate(exp, exported))
 
 
-def _checked(path: Path, overrides: list[str] | None, count: bool = True,
-             gpus: int | None = None) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment and the model's config.json, once nothing is wrong with them on this machine.
-
-    `count`: count this machine's GPUs; otherwise `gpus` is their number (None: any).
-    """
+def _checked(path: Path, overrides: list[str] | None,
+             preflight: Callable[[Experiment], Findings]) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment and the model's config.json, once `preflight` finds nothing wrong with them."""
     from mrl.config.load import load_with_origins, locate
-    from mrl.preflight import count_gpus, preflight
 
     exp, origins = load_with_origins(path, overrides or [])
-    problems, hf_config = preflight(exp, count_gpus() if count else gpus)
+    problems, hf_config = preflight(exp)
     if problems:
         raise ConfigError(locate(problems, origins))
     return exp, hf_config

@@ -1,4 +1,7 @@
-"""`mrl eval`: held-out accuracy of a Hugging Face checkpoint, through the same engine, prompts and rewards as training."""
+"""`mrl eval`: held-out accuracy of a Hugging Face checkpoint, by the same engine, prompts and rewards as in training.
+
+There are no trainers: the engines take the machine's first GPUs.
+"""
 from __future__ import annotations
 
 import json
@@ -8,17 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mrl.cluster.fleet import start_fleet
+from mrl.cluster.fleet import STOP_TIMEOUT_S, start_fleet
 from mrl.cluster.placement import with_device
-from mrl.config.errors import UserError
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
+from mrl.engine.guard import guard_this_process
 
 
 def evaluate(experiment: Experiment, model: Path | None) -> int:
     """Print mean@n, best@n and maj@n of `model` (default: the experiment's model.path) on data.eval; 0 when done.
 
-    Samples and logs are kept in a directory under log.dir. Raises UserError when there is nothing to evaluate on.
+    Samples and logs are kept in a directory under log.dir. The experiment has passed `preflight_evaluation`.
     """
     from mrl.rollout.evaluation import evaluation_metrics
     from mrl.rollout.service import RolloutService
@@ -27,19 +30,18 @@ def evaluate(experiment: Experiment, model: Path | None) -> int:
     if model is not None:
         section = experiment.model.model_copy(update={"path": str(model)})
         experiment = experiment.model_copy(update={"model": section})
-    if experiment.data.eval is None:
-        raise UserError("data.eval is not set: name the held-out prompts to evaluate on, e.g. data.eval=heldout.jsonl")
     run_dir = (Path(experiment.log.dir) / f"{experiment.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     (run_dir / "logs").mkdir(parents=True)
+    guard_this_process(STOP_TIMEOUT_S)
     console = Console()
     with console.status(f"starting {experiment.rollout.engine}") as status:
         with start_fleet(experiment, run_dir.name, run_dir, load_weights=True) as fleet:
-            service = RolloutService(experiment, fleet.workers, fleet.engines)
+            service = RolloutService(experiment, fleet.workers, fleet.engines, kinds=("eval",))
             service.ask_evaluation(Version(0, 0))
 
             def beat() -> None:
-                done, n = len(service.groups["eval"]), service.expected["eval"]
-                status.update(f"{done} of {n} prompts sampled {experiment.eval.samples_per_prompt} times each")
+                status.update(f"{len(service.groups['eval'])} of {service.eval_prompts} prompts sampled "
+                              f"{experiment.eval.samples_per_prompt} times each")
 
             service.wait(beat)
             groups = service.take("eval")

@@ -3,8 +3,8 @@
     colocated_sync      train(batch k) → push(v k+1) → ask(k+1) → collect(k+1)
     one_step_overlap    train(batch k) → collect(k+1) → push(v k+1) → ask(k+2)
 
-Batch k is trained in step k and yields version k+1. At the push point: push → checkpoint → ask for evaluation → ask for
-training. Only rank 0 talks to the rollout side (`rollouts`, `log`); on every other rank both are None.
+Batch k is trained in step k and yields version k+1. At the push point: push → checkpoint → ask for evaluation → ask
+for training. Only rank 0 talks to the rollout side (`rollouts`, `log`); on every other rank both are None.
 """
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepLoop:
             if self.overlap and not last:
                 self.collect("wait_prev_gen", lag=1)
             self.push()
-            if last or self.checkpoints.due(self.step):
+            if self.checkpoints.due(self.step):
                 with self.clock("checkpoint"):
                     self.checkpoints.save(self.step, self.trainer, self.rollouts, self.groups)
             self.ask_evaluation()
@@ -91,12 +91,14 @@ class StepLoop:
         return metrics
 
     def push(self, engines: list[int] | None = None) -> None:
-        """Send the current weights to all engines, or to the ones named."""
+        """Send the current weights to the engines named, or to all that do not have them yet."""
         with self.clock("sync"):
+            if self.rollouts and engines is None:
+                engines = self.rollouts.without(self.version)
             report = self.sync.push(self.version, engines)
         if self.rollouts:
-            self.rollouts.pushed(report.errors)
             self.log.push(self.step, report)
+            self.rollouts.pushed(self.version, report.errors)
 
     def ask(self, step: int) -> None:
         """Ask for training batch `step`, if the run has such a step."""

@@ -1,34 +1,56 @@
 """What must be true on this machine before an experiment can start: files, the engine's Python, GPUs.
 
-`preflight` joins these with the pure checks, so that a user sees everything wrong at once, before any process starts.
+The `preflight_*` functions, one a command, join these with the pure checks, so that a user sees everything wrong at
+once, before any process starts.
 """
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.config.checks import check_experiment
+from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.schema import Experiment
 from mrl.data.prompts import DataError, load_prompts
+from mrl.engine.probe import python_problem
 
 _PROBE_TIMEOUT_S = 60.0
 
 
-def preflight(exp: Experiment, visible_gpus: int | None) -> tuple[list[Problem], dict[str, Any] | None]:
-    """All problems of the experiment on this machine, and the model's config.json (None where it cannot be read).
+Findings = tuple[list[Problem], dict[str, Any] | None]
+"""All problems found, and the model's config.json (None where it cannot be read)."""
 
-    `visible_gpus`: as `count_gpus` finds them, or None to plan for another machine without counting.
+
+def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
+    """What would keep `mrl train` from starting, the engine's Python left out: it may be on another machine.
+
+    `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_engine_python(exp)]
+    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp),
+                 *check_prompts("data.eval", exp.data.eval, exp)]
     return problems + check_experiment(exp, hf_config, visible_gpus), hf_config
+
+
+def preflight_training(exp: Experiment) -> Findings:
+    """What keeps `mrl train` from starting on this machine."""
+    problems, hf_config = preflight_plan(exp, count_gpus())
+    return [*problems, *check_engine_python(exp)], hf_config
+
+
+def preflight_evaluation(exp: Experiment) -> Findings:
+    """What keeps `mrl eval` from starting on this machine: it has engines and held-out prompts, but no trainers."""
+    problems, hf_config = read_model_config(exp)
+    problems += [*check_files(exp), *check_prompts("data.eval", exp.data.eval, exp), *check_engine_python(exp)]
+    return problems + check_evaluation(exp, hf_config, count_gpus()), hf_config
 
 
 def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | None]:
@@ -54,7 +76,7 @@ def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | 
 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
-    """Files that the experiment names: weights and tokenizer, prompts, chat template, reward function."""
+    """Files that the experiment names: weights and tokenizer, chat template, reward function."""
     model = Path(exp.model.path)
     if model.is_dir():
         if not any(model.glob("*.safetensors")):
@@ -63,13 +85,6 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
         if not (model / "tokenizer.json").exists() and not (model / "tokenizer_config.json").exists():
             yield Problem("model.path", exp.model.path, "a model directory with a tokenizer (tokenizer.json, "
                           "tokenizer_config.json)", "copy the tokenizer files into it")
-    for key, value in (("data.train", exp.data.train), ("data.eval", exp.data.eval)):
-        if value is not None and not value.startswith("hf:"):
-            try:
-                load_prompts(value, exp.data)
-            except DataError as error:
-                yield Problem(key, value, "a .jsonl or .parquet file of prompts and answers, or hf:name[:split]",
-                              str(error))
     if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
         yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
     if exp.reward.kind == "custom" and exp.reward.function:
@@ -78,27 +93,27 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
             yield Problem("reward.function", exp.reward.function, "an existing Python file", f"no such file: {file}")
 
 
-def check_engine_python(exp: Experiment) -> Iterator[Problem]:
-    """`rollout.python` exists, runs, and finds the engine's package (which is not imported: that takes seconds)."""
-    python, package = exp.rollout.python, exp.rollout.engine
-    executable = shutil.which(python)
-    allowed = f"the Python of an environment that holds {package}"
-    if executable is None:
-        reason = "not executable" if os.path.exists(python) else "no such file or command"
-        yield Problem("rollout.python", python, allowed, f"{reason}; point it to <venv>/bin/python")
+def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Problem]:
+    """The prompts that `key` names: every row of a file. A Hugging Face data set is not downloaded for it."""
+    allowed = "a .jsonl or .parquet file of prompts and answers, or hf:name[:split]"
+    if source is None:
         return
-    probe = f"import importlib.util as u, sys; sys.exit(0 if u.find_spec({package!r}) else 3)"
+    if source.startswith("hf:"):
+        if importlib.util.find_spec("datasets") is None:
+            yield Problem(key, source, allowed, "hf: needs the Hugging Face datasets library, which is not installed: "
+                          f"{sys.executable} -m pip install datasets")
+        return
     try:
-        result = subprocess.run([executable, "-c", probe], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S,
-                                cwd=Path(executable).parent)  # away from any folder that has the package's name
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield Problem("rollout.python", python, allowed, f"it does not run: {error}")
-        return
-    if result.returncode == 3:
-        yield Problem("rollout.python", python, allowed, f"this Python has no {package}: install it there, or name "
-                      "another Python")
-    elif result.returncode:
-        yield Problem("rollout.python", python, allowed, f"it does not run: {result.stderr.strip()[-500:]}")
+        load_prompts(source, exp.data)
+    except DataError as error:
+        yield Problem(key, source, allowed, str(error))
+
+
+def check_engine_python(exp: Experiment) -> Iterator[Problem]:
+    """`rollout.python` exists, runs, and finds the engine's package."""
+    python, package = exp.rollout.python, exp.rollout.engine
+    if reason := python_problem(python, package):
+        yield Problem("rollout.python", python, f"the Python of an environment that holds {package}", reason)
 
 
 def count_gpus() -> int:
@@ -107,11 +122,14 @@ def count_gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    names = visible_devices()
+    return count if names is None else min(count, len(names))
+
+
+def visible_devices() -> list[str] | None:
+    """Names (indices or UUIDs) in CUDA_VISIBLE_DEVICES; None where it is not set, and every GPU may be used."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return count
+        return None
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in names:  # CUDA ignores everything from the first invalid name on
-        names = names[:names.index("-1")]
-    return min(count, len(names))
-
+    return names[:names.index("-1")] if "-1" in names else names  # CUDA ignores everything from an invalid name on

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning, for a warm start: torchrun --nproc-per-node N -m mrl.sft configs/quickstart_sft.yaml [key=value ...]
+"""Supervised fine-tuning, for a warm start.
 
-The same trainer, prompts and chat template as in RL; the loss is the negative log-likelihood of the answer, end-of-sequence
-token included. Ends by writing a Hugging Face checkpoint directory to `out`.
+    torchrun --standalone --nproc-per-node N -m mrl.sft EXPERIMENT.yaml [key=value ...]
+
+The same trainer, prompts and chat template as in RL; the loss is the negative log-likelihood of the answer,
+end-of-sequence token included. Ends by writing a Hugging Face checkpoint directory to `out`.
 """
 from __future__ import annotations
 

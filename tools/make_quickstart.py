@@ -1,4 +1,4 @@
-"""Makes what the quickstart needs: a tiny Qwen3 model with random weights, a character tokenizer, and addition problems.
+"""Makes what the quickstart needs: a tiny Qwen3 model with random weights, a character tokenizer, addition problems.
 
     python tools/make_quickstart.py --out DIR
 
@@ -17,7 +17,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
 CHARACTERS = "0123456789+-*=? \nabcdefghijklmnopqrstuvwxyzASU."
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -26,14 +26,14 @@ HELD_OUT_PAIRS = 250
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and the three of the chat format."""
+    """One token a character, and those of the chat format."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
-                                   unk_token="?", chat_template=CHAT_TEMPLATE)
+                                   unk_token="<|unk|>", chat_template=CHAT_TEMPLATE)
 
 
 def make_model(out: Path, seed: int) -> None:

@@ -17,7 +17,8 @@ def split(lines: list[str], heldout: int, seed: int, key: str) -> tuple[list[str
     prompts = [json.dumps(json.loads(line)[key]) for line in lines]
     distinct = sorted(set(prompts))
     if not 0 < heldout < len(distinct):
-        raise SystemExit(f"--heldout {heldout} must be between 1 and {len(distinct) - 1}, the number of distinct prompts less one")
+        raise SystemExit(f"--heldout {heldout} must be between 1 and {len(distinct) - 1}, one less than the distinct "
+                         "prompts")
     chosen = set(random.Random(seed).sample(distinct, heldout))
     return ([line for line, p in zip(lines, prompts) if p not in chosen],
             [line for line, p in zip(lines, prompts) if p in chosen])

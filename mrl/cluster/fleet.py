@@ -3,16 +3,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from mrl.cluster.placement import place
+from mrl.config.errors import UserError
 from mrl.config.schema import Experiment
 
 STOP_TIMEOUT_S = 30.0
+PREPARE_TIMEOUT_S = 3600.0
+"""Reading, tokenising and checking all prompts."""
 
 
 class Fleet:
@@ -31,6 +37,8 @@ class Fleet:
 def connect_ray(address: str, namespace: str) -> None:
     """Join or start Ray quietly; `address` "local" starts an embedded one that ends with this process."""
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # a SIGTERM is no crash to be traced
+    # Ray would kill just an actor's own children: the guard of an engine, and so the one who ends the engine's.
+    os.environ["RAY_kill_child_processes_on_worker_exit"] = "false"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # mrl alone sets CUDA_VISIBLE_DEVICES
     options = {} if address != "local" else {"num_cpus": os.cpu_count(), "include_dashboard": False}
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR", **options)
@@ -52,28 +60,47 @@ def ray_address() -> str:
 def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights: bool = False) -> Iterator[Fleet]:
     """Start engines and workers; on leaving, stop every engine and end Ray, however the block ended.
 
-    load_weights: the engines read the model's weights from disk and serve at once, instead of waiting for a push.
-    Raises what the first failing actor raised.
+    load_weights: for evaluation. The engines read the model's weights from disk and serve at once instead of waiting
+    for a push, and only the held-out prompts are read.
+    Raises UserError for what the user can mend: prompts, reference answers, the engine's environment.
     """
+    from mrl.data.prompts import DataError
+    from mrl.engine.api import EngineStartError
     from mrl.engine.server import EngineServer
+    from mrl.reward.pool import RewardError
     from mrl.rollout.worker import RolloutWorker
 
     connect_ray(os.environ.get("RAY_ADDRESS", "local"), run_id)
     engines: list = []
     try:
         gate = ray.remote(num_cpus=0, max_concurrency=10_000)(EngineServer)
-        for index, gpus in enumerate(place(experiment).engines):
+        for index, gpus in enumerate(place(experiment, trainers=not load_weights).engines):
             engines.append(gate.options(name=f"engine-{index}").remote(
-                experiment, index, run_id, run_dir, gpus, load_weights))
-        starting = [engine.start.remote() for engine in engines]
-        actor = ray.remote(num_cpus=0, max_concurrency=1_000)(RolloutWorker)
-        workers = [actor.options(name=f"worker-{i}").remote(experiment, engines)
+                experiment, index, run_id, run_dir, gpus if experiment.cluster.device == "cuda" else (), load_weights))
+        # A worker that dies is restarted empty, and RolloutService asks it again. A gate is not: its server went with it.
+        actor = ray.remote(num_cpus=0, max_concurrency=1_000, max_restarts=-1)(RolloutWorker)
+        workers = [actor.options(name=f"worker-{i}").remote(experiment, *engines)
                    for i in range(experiment.rollout.workers)]
-        ray.get([worker.prepare.remote() for worker in workers])
-        ray.get(starting)
+        kinds = ("eval",) if load_weights else ("train", "eval")
+        preparing = [worker.prepare.remote(kinds) for worker in workers]
+        starting = [engine.start.remote() for engine in engines]
+        try:
+            ray.get(preparing, timeout=PREPARE_TIMEOUT_S)
+            ray.get(starting, timeout=experiment.rollout.start_timeout_s + STOP_TIMEOUT_S)
+        except (DataError, RewardError, EngineStartError) as error:
+            raise UserError(str(error.cause)) from None
         yield Fleet(engines, workers)
     finally:
+        _stop(engines)
+        ray.shutdown()
+
+
+def _stop(engines: list) -> None:
+    """Stop every engine that can be; one that cannot does not keep the others from it."""
+    stopping = [engine.stop.remote() for engine in engines]
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for index, reference in enumerate(stopping):
         try:
-            ray.get([engine.stop.remote() for engine in engines], timeout=STOP_TIMEOUT_S)
-        finally:
-            ray.shutdown()
+            ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except (RayActorError, GetTimeoutError) as error:  # Ray ends the actor, and its guard the server
+            print(f"engine {index} was not stopped in order: {type(error).__name__}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ WAIT_SLICE_S = 5.0
 class Orders:
     """A sequence of small messages from rank 0 to every rank, over a TCPStore of its own."""
 
-    def __init__(self, rank: int, world_size: int):
+    def __init__(self, rank: int):
         self.rank = rank
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port = [0]
@@ -52,8 +52,10 @@ class Orders:
             except dist.DistStoreError:
                 now, count = time.monotonic(), self.store.add("heartbeat", 0)
                 heard, beats = (heard, beats) if count == beats else (now, count)
-                if now > deadline or now - heard > HEARTBEAT_TIMEOUT_S:
+                if now - heard > HEARTBEAT_TIMEOUT_S:
                     raise TimeoutError(f"rank {self.rank} heard nothing from rank 0 for {now - heard:.0f} s") from None
+                if now > deadline:
+                    raise TimeoutError(f"rank {self.rank} got no order from rank 0 within {timeout_s:.0f} s") from None
 
 
 class Scatter:
@@ -77,12 +79,3 @@ class Scatter:
             dist.scatter_object_list(out, shares, src=0, group=self.leader_group)
         dist.broadcast_object_list(out, src=self.leader, group=self.replica_group)
         return out[0]
-
-
-def next_attempt(path) -> int:
-    """Count the gang's starts in the file `path`: 0 for the first of a run, one more after every restart."""
-    attempt = int(path.read_text()) + 1 if path.exists() else 0
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(str(attempt))
-    os.replace(fresh, path)
-    return attempt

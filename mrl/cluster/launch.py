@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TextIO
 
 from mrl.cluster.checkpoints import saved_steps
-from mrl.cluster.gang import next_attempt
-from mrl.cluster.fleet import ray_address, start_fleet
+from mrl.cluster.fleet import STOP_TIMEOUT_S, ray_address, start_fleet
 from mrl.cluster.placement import place, with_device
-from mrl.config.errors import UserError
-from mrl.config.load import dump_experiment
+from mrl.config.errors import ConfigError, UserError
+from mrl.config.load import dump_experiment, load_experiment
+from mrl.config.resume import resume_problems
 from mrl.config.schema import Experiment
+from mrl.engine.guard import guard_this_process
 from mrl.engine.process import ProcessTree
 
 FOLLOW_S = 0.2
@@ -26,6 +27,7 @@ def train(experiment: Experiment, run_dir: Path | None) -> int:
     experiment = with_device(experiment)
     run_dir = prepare_run_dir(experiment, run_dir)
     run_id = f"{experiment.name}-{secrets.token_hex(4)}"
+    guard_this_process(STOP_TIMEOUT_S)
     print(f"run directory: {run_dir}", flush=True)
     print("starting the engines and the rollout workers", flush=True)
     with start_fleet(experiment, run_id, run_dir):
@@ -38,7 +40,7 @@ def train(experiment: Experiment, run_dir: Path | None) -> int:
 def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
     """A fresh directory under log.dir, or `run_dir`: resumed when it holds this experiment's run.
 
-    Raises UserError when `run_dir` holds something else.
+    Raises UserError when `run_dir` holds something else, or a run of another experiment.
     """
     if run_dir is None:
         run_dir = Path(experiment.log.dir) / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -46,8 +48,11 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
     config = run_dir / "config.yaml"
     if run_dir.exists() and any(run_dir.iterdir()) and not config.exists():
         raise UserError(f"--run-dir {run_dir} is not empty and holds no run of mrl: name another directory")
+    if config.exists() and (problems := resume_problems(load_experiment(config), experiment)):
+        raise ConfigError(problems)
     if steps := saved_steps(run_dir):
-        print(f"resuming from checkpoint step {steps[-1]}", flush=True)
+        done = ", all of them: raise loop.steps to train on" if steps[-1] >= experiment.loop.steps else ""
+        print(f"resuming from checkpoint step {steps[-1]} of {experiment.loop.steps}{done}", flush=True)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     dump_experiment(experiment, config)
     return run_dir
@@ -56,22 +61,49 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
 def run_gang(experiment: Experiment, run_dir: Path) -> int:
     """The trainers, started again from the newest checkpoint when one of them dies, trainer.max_restarts times.
 
-    Returns the last exit code. The launcher restarts the whole gang rather than torchrun, whose agent would hand the
-    new ranks the store of the dead ones, stale addresses included.
+    Two attempts in a row without a single step end it early: the next would fail like them. Returns the last exit code.
+    The launcher restarts the whole gang rather than torchrun, whose agent would hand the new ranks the store of the
+    dead ones, stale addresses included.
     """
     progress = run_dir / "progress.log"
     progress.touch()
+    idle = 0
     with open(progress, encoding="utf-8") as lines:
         lines.seek(0, os.SEEK_END)
         for left in reversed(range(experiment.trainer.max_restarts + 1)):
-            attempt = next_attempt(run_dir / "attempt")
+            attempt, before = next_attempt(run_dir / "attempt"), steps_trained(run_dir)
             code, reason = run_attempt(experiment, run_dir, attempt, lines)
             if code == 0:
                 return 0
-            print(f"the trainers failed in attempt {attempt} (exit code {code}):\n{reason}", file=sys.stderr, flush=True)
+            print(f"the trainers failed in attempt {attempt} (exit code {code}):\n{reason}", file=sys.stderr)
+            idle = idle + 1 if steps_trained(run_dir) == before else 0
+            if idle == 2:
+                print("two attempts in a row trained no step: giving up", file=sys.stderr, flush=True)
+                break
             if left:
-                print(f"restarting them from the newest checkpoint ({left} restarts left)", flush=True)
+                steps = saved_steps(run_dir)
+                origin = f"checkpoint step {steps[-1]}" if steps else "step 0, since there is no checkpoint yet"
+                print(f"restarting them from {origin} ({left} restarts left)", flush=True)
     return code
+
+
+def next_attempt(path: Path) -> int:
+    """Count the gang's starts in the file `path`: 0 for the first of a run, one more after every restart."""
+    attempt = int(path.read_text()) + 1 if path.exists() else 0
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(str(attempt))
+    os.replace(fresh, path)
+    return attempt
+
+
+def steps_trained(run_dir: Path) -> int:
+    """How many steps the run has trained in all its attempts."""
+    return sum(row["kind"] == "train" for row in metric_rows(run_dir))
+
+
+def metric_rows(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_attempt(experiment: Experiment, run_dir: Path, attempt: int, lines: TextIO) -> tuple[int, str]:
@@ -80,9 +112,10 @@ def run_attempt(experiment: Experiment, run_dir: Path, attempt: int, lines: Text
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0",
                f"--nproc-per-node={len(placement.trainers)}", "--monitor-interval=0.5", "-m", "mrl.cluster.rank",
                str(run_dir), str(attempt)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **experiment.trainer.env}
+    threads = max(1, (os.cpu_count() or 1) // len(placement.trainers)) if experiment.cluster.device == "cpu" else 1
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **experiment.trainer.env}
     if experiment.cluster.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.trainers))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.trainers)
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     failures = run_dir / "logs" / "failure.txt"
     failures.unlink(missing_ok=True)
@@ -100,12 +133,12 @@ def closing_words(experiment: Experiment, run_dir: Path, code: int) -> str:
     if code != 0:
         return f"the run failed; its logs: {run_dir}/logs. Go on from its last checkpoint with the same command and " \
                f"--run-dir {run_dir}"
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines = []
-    evaluations = [row for row in rows if row["kind"] == "eval"]
+    evaluations = [row for row in metric_rows(run_dir) if row["kind"] == "eval"]
     if len(evaluations) > 1:
         key = next(name for name in evaluations[0] if name.startswith("eval/mean@"))
-        lines.append(f"held-out {key.removeprefix('eval/')}: {evaluations[0][key]:.3f} before, {evaluations[-1][key]:.3f} after")
+        before, after = evaluations[0][key], evaluations[-1][key]
+        lines.append(f"held-out {key.removeprefix('eval/')}: {before:.3f} before, {after:.3f} after")
     lines += [f"run directory: {run_dir}",
               f"next: mrl export {run_dir} --step {experiment.loop.steps} --out {run_dir}/hf",
               f"      tensorboard --logdir {run_dir}/tensorboard"]

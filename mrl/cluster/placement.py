@@ -1,33 +1,48 @@
-"""Who sits on which GPU: a pure table computed from the experiment file."""
+"""Who sits on which GPU: a pure table computed from the experiment file and the GPUs this process may use."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mrl.config.errors import UserError
 from mrl.config.schema import Experiment
-from mrl.preflight import count_gpus
+from mrl.preflight import count_gpus, visible_devices
 
 
 @dataclass(frozen=True)
 class Placement:
-    """GPU indices on the machine: of the trainer ranks, in rank order, and of each engine's workers.
-
-    On CPU the trainers' numbers count processes, and engines have none.
+    """Device names, as CUDA_VISIBLE_DEVICES takes them: of the trainer ranks, in rank order, and of each engine's
+    workers. On CPU the names count processes.
     """
 
-    trainers: tuple[int, ...]
-    engines: tuple[tuple[int, ...], ...]
+    trainers: tuple[str, ...]
+    engines: tuple[tuple[str, ...], ...]
 
 
-def place(experiment: Experiment) -> Placement:
-    """Split mode: trainers take the first GPUs, engines the rest. Colocated: engines share the trainers' GPUs."""
-    cluster, tp = experiment.cluster, experiment.rollout.parallel.tp
-    if experiment.loop.mode == "colocated_sync":
-        trainers = rollout = tuple(range(cluster.gpus))
-    else:
-        trainers = tuple(range(cluster.trainer_gpus))
-        rollout = tuple(range(cluster.trainer_gpus, cluster.trainer_gpus + cluster.rollout_gpus))
-    engines = tuple(rollout[i:i + tp] for i in range(0, len(rollout), tp))
-    return Placement(trainers, engines if cluster.device == "cuda" else tuple(() for _ in engines))
+def place(experiment: Experiment, trainers: bool = True) -> Placement:
+    """The placement on this machine, within CUDA_VISIBLE_DEVICES. Without `trainers`: engines alone, for evaluation.
+
+    `cluster.device` must be decided (`with_device`). UserError when too few GPUs are visible.
+    """
+    return assign(experiment, visible_devices() if experiment.cluster.device == "cuda" else None, trainers)
+
+
+def assign(experiment: Experiment, visible: Sequence[str] | None, trainers: bool = True) -> Placement:
+    """Deal out the devices named `visible`; None: "0", "1", … as many as are needed.
+
+    Split mode: trainers take the first devices, engines the rest. Colocated: engines share the trainers' devices.
+    Without `trainers` the engines start at the first device in either mode.
+    """
+    tp, engines = experiment.rollout.parallel.tp, experiment.engine_count
+    ranks = experiment.trainer_ranks if trainers else 0
+    first = 0 if experiment.loop.mode == "colocated_sync" else ranks
+    needed = max(ranks, first + engines * tp)
+    names = [str(index) for index in range(needed)] if visible is None else list(visible)
+    if len(names) < needed:
+        raise UserError(f"too few GPUs: {needed} are needed, and CUDA_VISIBLE_DEVICES names {len(names)} "
+                        f"({','.join(names)}): let it name more, or make the partitions under `cluster` smaller")
+    starts = range(first, first + engines * tp, tp)
+    return Placement(tuple(names[:ranks]), tuple(tuple(names[start:start + tp]) for start in starts))
 
 
 def with_device(experiment: Experiment) -> Experiment:

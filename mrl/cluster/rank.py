@@ -1,4 +1,7 @@
-"""One trainer rank, as torchrun starts it: `python -m mrl.cluster.rank RUN_DIR ATTEMPT`. Builds the parts and runs the loop."""
+"""One trainer rank, as torchrun starts it: `python -m mrl.cluster.rank RUN_DIR ATTEMPT`.
+
+Builds the parts and runs the loop.
+"""
 from __future__ import annotations
 
 import json
@@ -44,7 +47,7 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
 
     batch, steps = experiment.batch, experiment.loop.steps
     trainer = Trainer(experiment, platform, steps * batch.minibatches * batch.epochs)
-    orders = Orders(rank, dist.get_world_size())
+    orders = Orders(rank)
     run = json.loads((run_dir / "run.json").read_text())
     rollouts = log = engines = None
     if rank == 0:
@@ -52,13 +55,13 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
         fleet = Fleet.connect(experiment.engine_count, experiment.rollout.workers)
         engines = fleet.engines
         rollouts = RolloutService(experiment, fleet.workers, fleet.engines, attempt)
-        log = RunLog(run_dir, experiment.log, steps)
+        log = RunLog(run_dir, experiment.log, steps, attempt)
         if attempt:
             log.say(f"the trainers were restarted: attempt {attempt}")
-    loop = StepLoop(experiment, trainer, WeightSync(experiment, trainer, engines, run["run_id"]), orders,
-                    Scatter(trainer.layout, rank), Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log,
-                    attempt)
-    loop.run()
+    sync = WeightSync(experiment, trainer, engines, run["run_id"])
+    StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
+             Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+    sync.close()
     if rank == 0:
         log.close()
     dist.barrier()

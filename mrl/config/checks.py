@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config.errors import Problem
-from mrl.config.schema import Experiment
+from mrl.config.schema import Correction, Experiment
+from mrl.engine.flags import OWNED_FLAGS, owned_flag
+from mrl.reshard.layout import Layout
+from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
+_LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
 # vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks.
 _VLLM_VOCAB_MULTIPLE = 64
 
@@ -22,10 +26,32 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         hf_config: the model's config.json; None skips the checks that need it (the file is missing: another problem).
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
     """
-    problems = [*_check_partitions(exp, visible_gpus), *_check_batch(exp), *_check_sampling(exp),
-                *_check_algorithm(exp), *_check_optimizer(exp), *_check_reward_and_eval(exp)]
+    wanted = _partitions(exp)
+    problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
+                *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
+                *_check_shared_memory(exp, visible_gpus), *_check_reward(exp)]
+    if exp.eval.every and exp.data.eval is None:
+        problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
+                                "set data.eval, or eval.every: 0"))
     if hf_config is not None:
-        problems += _check_model(exp, hf_config)
+        problems += _check_model(exp, hf_config, {"trainer.parallel.tp": Layout(tp=exp.trainer.parallel.tp),
+                                                  "trainer.parallel.pp": Layout(pp=exp.trainer.parallel.pp)})
+    return problems
+
+
+def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visible_gpus: int) -> list[Problem]:
+    """Everything that could not work without trainers, when the engines of the experiment only evaluate.
+
+    Arguments as for `check_experiment`.
+    """
+    wanted = _partitions(exp)[-1:]
+    problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
+                *_check_reward(exp)]
+    if exp.data.eval is None:
+        problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
+                                "for example data.eval=heldout.jsonl"))
+    if hf_config is not None:
+        problems += _check_model(exp, hf_config, {})
     return problems
 
 
@@ -46,29 +72,32 @@ def context_limit(hf_config: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def _divisors(number: int, limit: int = 64) -> str:
-    return ", ".join(str(n) for n in range(1, min(number, limit) + 1) if number % n == 0)
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(number, _LARGEST_SIZE) + 1) if number % n == 0)
 
 
-def _check_partitions(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
-    wanted, other = ("trainer_gpus", "rollout_gpus"), ("gpus",)
-    if exp.loop.mode == "colocated_sync":
-        wanted, other = other, wanted
+def _partitions(exp: Experiment) -> tuple[str, ...]:
+    """The keys of `cluster` that hold the partitions' sizes in this mode; the last one is the engines'."""
+    return ("gpus",) if exp.loop.mode == "colocated_sync" else ("trainer_gpus", "rollout_gpus")
+
+
+def _check_partitions(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Problem]:
+    for name in ("trainer_gpus", "rollout_gpus", "gpus"):
+        if name not in wanted and (value := getattr(exp.cluster, name)) is not None:
+            yield Problem(f"cluster.{name}", str(value), f"null (loop.mode is {exp.loop.mode}, which uses "
+                          f"{' and '.join(f'cluster.{key}' for key in wanted)})", f"remove cluster.{name}")
+    yield from _check_counts(exp, wanted)
+    yield from _check_split(exp, wanted[0], exp.trainer.parallel.tp * exp.trainer.parallel.pp,
+                            "trainer.parallel.tp * trainer.parallel.pp")
+
+
+def _check_counts(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Problem]:
+    """The partitions that are `wanted` are given, and the last one holds whole engines."""
     for name in wanted:
         if getattr(exp.cluster, name) is None:
             yield Problem(f"cluster.{name}", "null", f"an integer > 0 (loop.mode is {exp.loop.mode})",
                           f"set cluster.{name}, or another loop.mode")
-    for name in other:
-        if (value := getattr(exp.cluster, name)) is not None:
-            yield Problem(f"cluster.{name}", str(value), f"null (loop.mode is {exp.loop.mode}, which uses "
-                          f"{' and '.join(f'cluster.{key}' for key in wanted)})", f"remove cluster.{name}")
-    yield from _check_devices(exp, wanted, visible_gpus)
-    yield from _check_split(exp, wanted[0], exp.trainer.parallel.tp * exp.trainer.parallel.pp,
-                            "trainer.parallel.tp * trainer.parallel.pp")
     yield from _check_split(exp, wanted[-1], exp.rollout.parallel.tp, "rollout.parallel.tp")
-    if exp.rollout.port and exp.rollout.port + exp.engine_count - 1 > 65535:
-        yield Problem("rollout.port", str(exp.rollout.port), f"at most {65536 - exp.engine_count}: engine i of "
-                      f"{exp.engine_count} takes port + i", "use a lower port, or 0 for free ones")
 
 
 def _check_devices(exp: Experiment, partitions: tuple[str, ...], visible_gpus: int | None) -> Iterator[Problem]:
@@ -130,6 +159,11 @@ def _check_algorithm(exp: Experiment) -> Iterator[Problem]:
                       "truncated, with algorithm.old_log_prob recompute and loop.mode one_step_overlap: recomputing "
                       "hides that the samples are one version old",
                       "set algorithm.correction.kind: truncated, or algorithm.old_log_prob: rollout")
+    if algorithm.old_log_prob == "rollout" and algorithm.correction.cap != Correction().cap:
+        yield Problem("algorithm.correction.cap", str(algorithm.correction.cap),
+                      "nothing with algorithm.old_log_prob rollout: the clipped ratio itself is trainer/rollout then, "
+                      "and no correction is applied",
+                      "remove the key, or set algorithm.old_log_prob: recompute")
     if algorithm.clip.low > 1:
         yield Problem("algorithm.clip.low", str(algorithm.clip.low), "at most 1: the ratio is never negative",
                       "use 0.2")
@@ -149,7 +183,29 @@ def _check_optimizer(exp: Experiment) -> Iterator[Problem]:
                       "sequences over the tensor-parallel ranks", "remove it, or raise trainer.parallel.tp")
 
 
-def _check_reward_and_eval(exp: Experiment) -> Iterator[Problem]:
+def _check_engines(exp: Experiment) -> Iterator[Problem]:
+    if exp.rollout.port and exp.rollout.port + exp.engine_count - 1 > 65535:
+        yield Problem("rollout.port", str(exp.rollout.port), f"at most {65536 - exp.engine_count}: engine i of "
+                      f"{exp.engine_count} takes port + i", "use a lower port, or 0 for free ones")
+    for index, argument in enumerate(exp.rollout.args):
+        if flag := owned_flag(argument):
+            yield Problem(f"rollout.args.{index}", argument, f"other arguments: {flag} is mrl's own, since "
+                          f"{OWNED_FLAGS[flag]}", "remove it")
+
+
+def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
+    """Neither side gives its memory up while the other works, and vLLM by itself takes nearly all of a GPU."""
+    shared = exp.loop.mode == "colocated_sync" and resolved_device(exp, visible_gpus) == "cuda"
+    flags = [argument.partition("=")[0].replace("_", "-") for argument in exp.rollout.args]
+    if shared and "--gpu-memory-utilization" not in flags:
+        yield Problem("rollout.args", str(exp.rollout.args), "with --gpu-memory-utilization, in loop.mode "
+                      "colocated_sync on cuda: trainer and engine stay in the memory of the same GPUs all the time, so "
+                      "the engine must be told its share",
+                      "for example rollout.args: [--gpu-memory-utilization=0.35] (mrl check shows what the trainer "
+                      "needs), or loop.mode: one_step_overlap")
+
+
+def _check_reward(exp: Experiment) -> Iterator[Problem]:
     function = exp.reward.function
     if exp.reward.kind == "custom":
         file, _, name = (function or "").rpartition(":")
@@ -159,39 +215,31 @@ def _check_reward_and_eval(exp: Experiment) -> Iterator[Problem]:
     elif function is not None:
         yield Problem("reward.function", function, f"null with reward.kind {exp.reward.kind}",
                       "set reward.kind: custom")
-    if exp.eval.every and exp.data.eval is None:
-        yield Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
-                      "set data.eval, or eval.every: 0")
 
 
-def _check_model(exp: Experiment, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    from mrl.reshard.spec import model_spec
-
+def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Layout]) -> Iterator[Problem]:
+    """`cuts`: how the trainers cut the model, each parallel size alone, by the key that gives the size."""
     try:
         spec = model_spec(hf_config)
     except (ValueError, KeyError) as error:
-        yield Problem("model.path", exp.model.path, "a supported architecture", str(error))
+        yield Problem("model.path", exp.model.path, "a supported model", str(error))
         return
-    tp, pp, engine_tp = exp.trainer.parallel.tp, exp.trainer.parallel.pp, exp.rollout.parallel.tp
-    for key, size in (("trainer.parallel.tp", tp), ("rollout.parallel.tp", engine_tp)):
-        for name, number in (("attention heads", spec.heads), ("intermediate size", spec.ffn)):
-            if number % size:
-                yield Problem(key, str(size), f"a divisor of the model's {name} ({number})",
-                              f"use one of {_divisors(number)}")
-        if spec.kv_heads % size and size % spec.kv_heads:
-            yield Problem(key, str(size), f"a divisor or a multiple of the model's KV heads ({spec.kv_heads})",
-                          f"use one of {_divisors(spec.kv_heads)}, or a multiple of {spec.kv_heads}")
-    if spec.num_layers % pp:
-        yield Problem("trainer.parallel.pp", str(pp), f"a divisor of the model's layers ({spec.num_layers})",
-                      f"use one of {_divisors(spec.num_layers)}")
-    qkv_rows = spec.q_size + 2 * spec.kv_size
-    if qkv_rows % tp:
-        yield Problem("trainer.parallel.tp", str(tp), f"a divisor of the model's {qkv_rows} rows of q, k and v",
-                      f"use one of {_divisors(qkv_rows)}")
+    engine_tp = exp.rollout.parallel.tp
+    # vLLM cuts attention and MLP as Megatron does.
+    for key, layout in {**cuts, "rollout.parallel.tp": Layout(tp=engine_tp)}.items():
+        if reasons := layout_problems(spec, layout):
+            name = key.rpartition(".")[2]
+            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, Layout(**{name: n}))]
+            yield Problem(key, str(getattr(layout, name)), f"what the model can be cut into: {'; '.join(reasons)}",
+                          f"use one of {', '.join(sizes)}")
     padded = -(-spec.vocab // _VLLM_VOCAB_MULTIPLE) * _VLLM_VOCAB_MULTIPLE
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
                       "use a power of 2")
+    yield from _check_tokens(exp, spec, hf_config)
+
+
+def _check_tokens(exp: Experiment, spec: ModelSpec, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     longest, limit = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens, context_limit(hf_config)
     if limit is not None and longest > limit:
         yield Problem("rollout.sampling.max_response_tokens", str(exp.rollout.sampling.max_response_tokens),

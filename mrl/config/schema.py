@@ -25,7 +25,7 @@ class Model(Section):
 
 
 class Data(Section):
-    train: str = Field(description=".jsonl, .parquet, or a Hugging Face dataset as 'hf:name[:split]'")
+    train: str = Field(description=".jsonl, .parquet, or 'hf:name[:split]' (pip install datasets)")
     eval: Optional[str] = Field(None, description="held-out prompts, same formats; null: no evaluation")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
@@ -56,8 +56,9 @@ class Kl(Section):
 
 class Correction(Section):
     kind: Literal["none", "truncated"] = Field(
-        "truncated", description="importance weight trainer/rollout for the engine's numerical mismatch and staleness")
-    cap: PositiveFloat = Field(2.0, description="upper truncation of the importance weight")
+        "truncated", description="with old_log_prob recompute (no effect otherwise): importance weight trainer/rollout "
+                                 "for the engine's numerical mismatch and staleness")
+    cap: PositiveFloat = Field(2.0, description="upper truncation of that weight")
 
 
 class Algorithm(Section):
@@ -131,7 +132,7 @@ class Rollout(Section):
     start_timeout_s: PositiveFloat = Field(600.0, description="longest wait for an engine to come up")
     request_timeout_s: PositiveFloat = Field(3600.0, description="longest wait for one completion")
     max_restarts: NonNegativeInt = Field(3, description="restarts of one engine before the run gives up")
-    args: list[str] = Field([], description="extra command-line arguments of the engine server")
+    args: list[str] = Field([], description="extra command-line arguments of the engine server, not the ones mrl sets")
     env: dict[str, str] = Field({}, description="extra environment of the engine server")
 
 
@@ -167,13 +168,15 @@ class Eval(Section):
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = Field(0, description="save every N steps; 0: only after the last step")
+    every: NonNegativeInt = Field(50, description="save every N steps, and after the last; 0: only after the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 
 class Log(Section):
     dir: str = Field("runs", description="run directories are made under it")
     tensorboard: bool = Field(True, description="also write TensorBoard event files")
+    logprob_diff_alarm: PositiveFloat = Field(
+        0.2, description="say so when trainer and engine log-probs differ by more than this on average")
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
 
 
@@ -193,7 +196,8 @@ class SftExperiment(Section):
     seed: NonNegativeInt = Field(1, description="of the samples' order and initialisation")
     out: str = Field(description="directory to write, as a Hugging Face checkpoint")
     steps: PositiveInt = Field(description="optimizer steps, at most")
-    stop_below: NonNegativeFloat = Field(0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
+    stop_below: NonNegativeFloat = Field(
+        0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
     model: Model
     data: Data
     batch: SftBatch

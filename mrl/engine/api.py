@@ -32,7 +32,7 @@ class GenerateRequest:
     """One sequence to sample: token ids in, token ids out.
 
     The log-probabilities that come back are those of the distribution sampled from, with `temperature` applied.
-    Temperature 0 is greedy decoding.
+    Temperature 0 is greedy decoding. `at_least`: the oldest weights that may answer; None: any that are served.
     """
 
     prompt_ids: list[int]
@@ -42,27 +42,29 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    at_least: Optional[Version] = None
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled. `token_ids` and `log_probs` have one entry a sampled token, an end-of-sequence token included.
 
-    `finish_reason` "length" means cut off at max_tokens; "abort" that the request was aborted half way.
+    `finish_reason` "length" means cut off at max_tokens. A request that was aborted half way has no completion.
     """
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length"]
     version: Version
 
 
 class EngineLost(RuntimeError):
-    """The engine died with this request in flight (or has failed for good): ask again, elsewhere or later."""
+    """The engine died or hung with this request in flight (or has failed for good): ask again, elsewhere or later."""
 
 
 class EngineClosed(RuntimeError):
-    """The gate is closed: the engine holds no committed weights, or is about to receive others. Ask again later."""
+    """The gate let nothing through: the engine holds no committed weights, or too old ones, or is about to receive
+    others, or requests were aborted. Ask again later."""
 
 
 class SyncError(RuntimeError):

@@ -4,6 +4,8 @@
 (child subreaper). When the pipe's other end closes or says stop, when the parent is gone, or when COMMAND ends, every
 descendant gets SIGTERM, and SIGKILL once GRACE_S seconds have passed. Exits with COMMAND's code (128 + n for signal n).
 
+`guard_this_process` does the same for a running process.
+
 Standard library only, and nothing of mrl is imported: it starts in milliseconds under any Python.
 """
 import ctypes
@@ -68,6 +70,39 @@ def reap(codes: dict[int, int]) -> None:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
+def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
+    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant lives."""
+    deadline = time.monotonic() + grace_s
+    signal_all(signal.SIGTERM)
+    while signal_all(signal.SIGKILL if time.monotonic() > deadline else 0):
+        time.sleep(REAP_POLL_S)
+        reap(codes)
+    reap(codes)
+
+
+def guard_this_process(grace_s: float) -> None:
+    """From here on, everything this process starts ends with it, however it ends: SIGKILL included.
+
+    Forks. The child returns and goes on; the parent stays behind to pass on signals, to end what the child leaves, and
+    to exit with its code. If the parent is killed, the child gets SIGTERM. Call it before threads are started.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # so that a Ctrl-C at the terminal comes once, through the parent
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    end_descendants(grace_s, {})
+    os._exit(code if code >= 0 else 128 - code)
+
+
 def main(pipe: int, grace_s: float, command: list[str]) -> int:
     parent = os.getppid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -87,12 +122,7 @@ def main(pipe: int, grace_s: float, command: list[str]) -> int:
         stopping = stopping or pipe in ready or os.getppid() != parent
         reap(codes)
 
-    deadline = time.monotonic() + grace_s
-    signal_all(signal.SIGTERM)
-    while signal_all(signal.SIGKILL if time.monotonic() > deadline else 0):
-        time.sleep(REAP_POLL_S)
-        reap(codes)
-    reap(codes)
+    end_descendants(grace_s, codes)
     code = codes.get(child, -signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

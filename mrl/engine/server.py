@@ -2,7 +2,7 @@
 
     starting ──► dirty ──receive──► serving        dirty: holds nothing that was pushed whole; every request is refused
         ▲          ▲  ◄──failure──    │
-        └──restart─┴──── dies ◄───────┘            failed: rollout.max_restarts used up
+        └──restart─┴ dies or hangs ◄──┘            failed: rollout.max_restarts used up
 
 An EngineServer is a plain asyncio class; mrl runs it as a Ray actor with high concurrency (`ray.remote(EngineServer)`).
 """
@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 LOADED_VERSION = Version(0, 0)
 SUPERVISE_POLL_S = 0.2
-RPC_MARGIN_S = 10.0  # a worker gives up at the deadline itself; its answer needs a moment
+RPC_MARGIN_S = 20.0
+"""How long after a sync's deadline a worker may answer. It gives up at the deadline itself, so a later one hangs."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+"""Pause before an engine's first restart, doubled before each further one up to the most."""
 
 
 class EngineServer:
@@ -50,8 +54,9 @@ class EngineServer:
         self._plan: Optional[Plan] = None
         self._server: Any = None
         self._supervisor: Optional[asyncio.Task] = None
-        self._gone = False  # the server went away under a request; the supervisor has not dealt with it yet
+        self._gone: Optional[str] = None  # how the server was found lost; the supervisor has not dealt with it yet
         self._in_flight: set[asyncio.Task] = set()
+        self._queued, self._aborts = 0, 0  # requests that wait for a slot; calls of abort() so far
         self._outstanding = 0
         self._slots = asyncio.Semaphore(experiment.rollout.max_concurrent_requests)
         self._sync_lock = asyncio.Lock()
@@ -73,15 +78,19 @@ class EngineServer:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one sequence with the weights being served.
 
-        EngineClosed when the gate is closed, EngineLost when the engine dies or does not answer within
-        rollout.request_timeout_s, RuntimeError when it rejects the request.
+        EngineClosed when the gate is closed, serves weights older than request.at_least, or the request is aborted;
+        EngineLost when the engine dies or does not answer within rollout.request_timeout_s, upon which it is
+        restarted; RuntimeError when it rejects the request.
         """
-        self._require_open()
+        self._require_open(request.at_least)
         self._outstanding += request.max_tokens
         try:
-            async with self._slots:
-                self._require_open()  # it may have closed while we waited
+            await self._take_slot()
+            try:
+                self._require_open(request.at_least)  # much may have happened while we waited
                 return await self._sample(request)
+            finally:
+                self._slots.release()
         finally:
             self._outstanding -= request.max_tokens
 
@@ -109,7 +118,8 @@ class EngineServer:
             try:
                 result = await self._transfer(request, drained, deadline)
             except Exception as error:
-                self._why_closed = f"version {version} was not received whole: {error}"
+                if self._state == "dirty":  # else it is being restarted, which says more
+                    self._why_closed = f"version {version} was not received whole: {error}"
                 raise _sync_error(error)
             if self._incarnation != request.incarnation or self._state != "dirty":
                 raise EngineLost(f"engine {self._index} died at the end of the sync of version {version}")
@@ -117,12 +127,15 @@ class EngineServer:
             return result
 
     async def abort(self, attempt: int) -> int:
-        """Abort every request in flight and refuse weights of attempts before `attempt`. Returns the number aborted."""
+        """Abort every request, in flight or waiting for a slot; refuse weights of attempts before `attempt`.
+
+        Returns the number of requests aborted; each raises EngineClosed.
+        """
         self._floor = max(self._floor, Version(attempt, 0))
-        aborted = list(self._in_flight)
-        for task in aborted:
+        self._aborts += 1  # those that wait see it when their turn comes
+        for task in self._in_flight:
             task.cancel()
-        return len(aborted)
+        return len(self._in_flight) + self._queued
 
     async def stop(self) -> None:
         """End the server and everything it started."""
@@ -135,12 +148,26 @@ class EngineServer:
 
     # -- generation
 
-    def _require_open(self) -> None:
+    async def _take_slot(self) -> None:
+        """Wait for one of rollout.max_concurrent_requests slots. EngineClosed when abort() was called meanwhile."""
+        aborts = self._aborts
+        self._queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._queued -= 1
+        if self._aborts != aborts:
+            self._slots.release()
+            raise EngineClosed(f"engine {self._index}: the request was aborted before it began")
+
+    def _require_open(self, at_least: Optional[Version]) -> None:
         if self._state == "failed":
             raise EngineLost(f"engine {self._index} is given up: {self._error}")
         if self._state != "serving":
             raise EngineClosed(f"engine {self._index} (incarnation {self._incarnation}) is {self._state}: "
                                f"{self._why_closed}")
+        if at_least is not None and self._version < at_least:
+            raise EngineClosed(f"engine {self._index} serves version {self._version}, and {at_least} is wanted")
 
     async def _sample(self, request: GenerateRequest) -> Completion:
         version, incarnation = self._version, self._incarnation
@@ -150,10 +177,10 @@ class EngineServer:
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             if not task.done():
-                raise EngineLost(f"engine {self._index} did not answer within rollout.request_timeout_s="
-                                 f"{timeout_s:.0f}")
+                raise self._lose(f"engine {self._index} did not answer a request within rollout.request_timeout_s="
+                                 f"{timeout_s:g}", incarnation)
             if task.cancelled():
-                return Completion([], [], "abort", version)
+                raise EngineClosed(f"engine {self._index}: the request was aborted half way")
             token_ids, log_probs, finish_reason = self._unless_lost(task.result, incarnation)
             if (self._version, self._incarnation) != (version, incarnation):
                 raise EngineLost(f"engine {self._index} went from version {version} to {self._version} while sampling")
@@ -167,10 +194,14 @@ class EngineServer:
         try:
             return result()
         except EngineLost as error:
-            if incarnation == self._incarnation and self._state in ("serving", "dirty"):
-                self._gone, self._state, self._version = True, "starting", None
-                self._why_closed = str(error)
+            self._lose(str(error), incarnation)
             raise
+
+    def _lose(self, why: str, incarnation: int) -> EngineLost:
+        """Close the gate, and have the supervisor end and restart this server. The error to raise."""
+        if incarnation == self._incarnation and self._state in ("serving", "dirty"):
+            self._gone, self._state, self._version, self._why_closed = why, "starting", None, why
+        return EngineLost(why)
 
     # -- syncs
 
@@ -224,7 +255,8 @@ class EngineServer:
         try:
             replies = self._unless_lost(call.result, request.incarnation)
         except TimeoutError as error:
-            raise SyncError(f"the engine's workers did not answer {method} by the sync's deadline") from error
+            raise self._lose(f"engine {self._index}'s workers did not answer {method} by the sync's deadline",
+                             request.incarnation) from error
         if errors := [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply["error"]]:
             raise SyncError("; ".join(errors))
         return replies
@@ -239,7 +271,7 @@ class EngineServer:
     async def _launch(self) -> None:
         self._incarnation += 1
         self._state, self._version, self._plan = "starting", None, None
-        self._why_closed, self._gone = "its server is starting", False
+        self._why_closed, self._gone = "its server is starting", None
         self._server = self._make_server(self._experiment, self._index, self._run_id, self._incarnation,
                                          self._log_path, self._gpus, self._load_weights)
         try:
@@ -253,25 +285,27 @@ class EngineServer:
             self._state, self._why_closed = "dirty", "it has not received any weights since its start"
 
     async def _supervise(self) -> None:
-        """Restart the server whenever it ends, rollout.max_restarts times in all."""
+        """Restart the server whenever it ends or is found lost, rollout.max_restarts times in all."""
         limit = self._experiment.rollout.max_restarts
         while True:
-            while self._server.exit_code() is None and not self._gone:
+            while self._server.exit_code() is None and self._gone is None:
                 await asyncio.sleep(SUPERVISE_POLL_S)
-            self._state, self._version, self._why_closed = "starting", None, "its server has died"
+            why = self._gone or f"engine {self._index} (incarnation {self._incarnation}) has died"
+            self._state, self._version, self._why_closed = "starting", None, why
             await self._server.stop()
-            error = (f"engine {self._index} (incarnation {self._incarnation}) ended with exit code "
-                     f"{self._server.exit_code()}; the end of {self._log_path}:\n{self._server.log_tail()}")
+            error = (f"{why}; its server ended with exit code {self._server.exit_code()}; the end of "
+                     f"{self._log_path}:\n{self._server.log_tail()}")
             while True:
                 logger.error("%s", error)
                 if self._restarts >= limit:
                     return self._fail(f"rollout.max_restarts={limit} used up; {error}")
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** self._restarts, MAX_BACKOFF_S))
                 self._restarts += 1
                 try:
                     await self._launch()
                     break
                 except Exception as failure:
-                    error = str(failure)
+                    error = str(failure) or type(failure).__name__
 
     def _fail(self, error: str) -> None:
         self._state, self._version, self._error, self._why_closed = "failed", None, error, error

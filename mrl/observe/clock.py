@@ -28,7 +28,7 @@ class Clock:
             self.running.pop()
 
     def lap(self) -> dict[str, float]:
-        """The timings since the last lap, in seconds: each part, `step` (all of it) and `other` (what no part covers)."""
+        """Seconds since the last lap: of each part, of `step` (all of it) and of `other` (what no part covers)."""
         self._charge()
         step, parts = self.mark - self.began, self.seconds
         self.began, self.seconds = self.mark, {}

@@ -14,8 +14,8 @@ from mrl.stream.sync import PushReport
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
 
-    def __init__(self, run_dir: Path, log: Log, steps: int):
-        self.log, self.steps = log, steps
+    def __init__(self, run_dir: Path, log: Log, steps: int, attempt: int):
+        self.log, self.steps, self.attempt = log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
         self.trajectory_dir = run_dir / "trajectories"
@@ -30,7 +30,7 @@ class RunLog:
         self.console.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        self.metrics_file.write(json.dumps({"step": step, "attempt": self.attempt, **values}) + "\n")
         if self.board:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
@@ -39,6 +39,12 @@ class RunLog:
     def step(self, step: int, values: dict[str, float]) -> None:
         """The metrics of one training step, and its progress line."""
         self.metrics(step, {"kind": "train", **values})
+        if values["actor/update_skipped"]:
+            self.say(f"step {step}: the gradient was not finite, an update was skipped")
+        if values["rollout/logprob_diff"] > self.log.logprob_diff_alarm:
+            self.say(f"step {step}: trainer and engine disagree on log-probabilities by "
+                     f"{values['rollout/logprob_diff']:.3f} on average (log.logprob_diff_alarm = "
+                     f"{self.log.logprob_diff_alarm})")
         parts = " ".join(f"{name} {values[f'timing/{name}']:.2f}" for name in (
             "gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "update_actor", "sync", "checkpoint")
             if values.get(f"timing/{name}", 0) >= 0.005)
@@ -47,8 +53,8 @@ class RunLog:
                  f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
 
     def evaluation(self, groups: list[Group]) -> None:
-        """Held-out results of the weights that sampled `groups`."""
-        step, values = groups[0].version.step, evaluation_metrics(groups)
+        """Held-out results, under the step that asked for them."""
+        step, values = groups[0].request.step, evaluation_metrics(groups)
         self.trajectories(f"eval_{step:06d}", groups)
         self.metrics(step, {"kind": "eval", **values})
         shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
@@ -58,10 +64,14 @@ class RunLog:
         """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""
         self.metrics(step, {"kind": "sync", "sync/seconds": report.seconds, "sync/gather": report.gather_s,
                             "sync/send": report.send_s, "sync/load": report.load_s, "sync/bytes": report.bytes,
-                            "sync/verified": report.verified, "sync/version": report.version})
-        for index, error in report.errors.items():
+                            "sync/verified": report.verified, "sync/unverified": len(report.unverified),
+                            "sync/version": report.version})
+        for index, error in {**report.errors, **report.absent}.items():
             if error:
                 self.say(f"engine {index} did not take the weights of step {step}: {error}")
+        if report.unverified:
+            self.say(f"{len(report.unverified)} tensors could not be verified, since the engine's loader transforms "
+                     f"them: {', '.join(report.unverified[:5])}")
 
     def trajectories(self, name: str, groups: list[Group]) -> None:
         """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""

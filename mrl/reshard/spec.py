@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -23,6 +24,7 @@ _SIZES = {
     "heads": "num_attention_heads",
     "vocab": "vocab_size",
 }
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # Keys of which only one value is implemented, in any family; absent means that value.
 _COMMON_REQUIREMENTS = (
     ("hidden_act", "silu"), ("attention_dropout", 0.0), ("partial_rotary_factor", 1.0), ("quantization_config", None),
@@ -124,6 +126,36 @@ def layout_problems(spec: ModelSpec, layout: Layout) -> list[str]:
     return problems
 
 
+def rope_problem(rope: Mapping[str, Any]) -> str | None:
+    """Why these rotary embeddings are not supported, if they are not.
+
+    Only frequencies that are the same for every sequence are, and no scaling of attention besides them.
+    `rope`: as transformers defines it, with the kind under "rope_type".
+    """
+    kind = rope["rope_type"]
+    if kind not in _ROPE_KINDS:
+        return f"rope_type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)} (with attention_factor 1)"
+    if kind == "yarn" and rope.get("factor") is None:
+        return "rope_type 'yarn' has no factor"
+    if kind == "yarn" and (scale := _yarn_attention_factor(rope)) != 1.0:
+        return (f"rope_type 'yarn' scales attention by {scale:.4g}, which is not supported; only an attention_factor "
+                "of 1 is")
+    return None
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any]) -> float:
+    """What transformers multiplies queries and keys by (Peng et al. 2023, as in its `_compute_yarn_parameters`)."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1.0)
+
+
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [
         f"{key} {config[key]!r} is not supported, only {allowed!r}"
@@ -162,6 +194,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[s
     partial = rope.pop("partial_rotary_factor", 1.0)
     if partial != 1.0:
         problems.append(f"rope_parameters.partial_rotary_factor {partial!r} is not supported, only 1.0")
-    if kind == "default":
-        return float(theta), None
-    return float(theta), {"rope_type": kind, **rope}
+    scaling = {"rope_type": kind, **rope}
+    if problem := rope_problem(scaling):
+        problems.append(problem)
+    return float(theta), None if kind == "default" else scaling

@@ -49,9 +49,11 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> l
     """One Batch a data-parallel replica.
 
     A minibatch holds whole groups; its token weights sum to 1 over all replicas, so that no later split of it into
-    microbatches can change the gradient.
+    microbatches can change the gradient. ValueError when the groups do not divide into minibatches.
     """
     batch, algorithm = experiment.batch, experiment.algorithm
+    if len(groups) % batch.minibatches:
+        raise ValueError(f"{len(groups)} groups do not divide into batch.minibatches = {batch.minibatches}")
     groups = sorted(groups, key=lambda group: group.request.group_id)
     trajectories = [t for group in groups for t in group.trajectories]
     ids = torch.tensor([group.request.group_id for group in groups for _ in group.trajectories])
@@ -98,7 +100,8 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
         "rollout/response_length": sum(lengths) / n,
         "rollout/response_length_max": max(lengths),
         "rollout/truncated": sum(t.finish_reason == "length" for t in trajectories) / n,
-        "rollout/groups_without_signal": sum(len({t.reward for t in g.trajectories}) == 1 for g in groups) / len(groups),
+        "rollout/groups_without_signal":
+            sum(len({t.reward for t in group.trajectories}) == 1 for group in groups) / len(groups),
         "rollout/groups_regenerated": sum(g.regenerated for g in groups),
         "rollout/version_lag": sum(current.step - g.version.step for g in groups) / len(groups),
         "rollout/tokens": sum(lengths),

@@ -11,7 +11,7 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
 
     mean@n: mean reward of the samples; best@n: the best sample's reward; maj@n: the reward of the answer given most
     often, the earlier one on a tie (answers compared as the reward extracted them; a sample without an answer does not
-    vote, and a prompt without any scores 0).
+    vote, and a prompt without any scores 0); left out when the reward extracts no answers at all.
     """
     n = max(len(group.trajectories) for group in groups)
     mean = best = majority = 0.0
@@ -23,10 +23,12 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
         if votes:
             winner = votes.most_common(1)[0][0]
             majority += next(t.reward for t in group.trajectories if t.extracted == winner)
+    voted = any(t.extracted for group in groups for t in group.trajectories)
     return {
         f"eval/mean@{n}": mean / len(groups),
         f"eval/best@{n}": best / len(groups),
-        f"eval/maj@{n}": majority / len(groups),
+        **({f"eval/maj@{n}": majority / len(groups)} if voted else {}),
+        "eval/groups_regenerated": sum(group.regenerated for group in groups),
         "eval/prompts": len(groups),
         "eval/truncated": sum(t.finish_reason == "length" for g in groups for t in g.trajectories) / n / len(groups),
     }

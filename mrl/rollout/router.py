@@ -3,10 +3,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 from ray.exceptions import RayActorError
 
 from mrl.engine.api import Completion, EngineClosed, EngineLost, GenerateRequest
+
+
+class Routed(NamedTuple):
+    """A completion, and how many times an engine was lost while it was being sampled."""
+
+    completion: Completion
+    losses: int
 
 
 class Router:
@@ -23,9 +31,9 @@ class Router:
         self.outstanding = [0] * len(engines)
         self.resting_until = [0.0] * len(engines)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Routed:
         """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline."""
-        deadline = time.monotonic() + self.deadline_s
+        deadline, losses = time.monotonic() + self.deadline_s, 0
         cost = len(request.prompt_ids) + request.max_tokens
         while (now := time.monotonic()) < deadline:
             ready = [i for i in range(len(self.engines)) if self.resting_until[i] <= now]
@@ -35,8 +43,11 @@ class Router:
             index = min(ready, key=self.outstanding.__getitem__)
             self.outstanding[index] += cost
             try:
-                return await self.engines[index].generate.remote(request)
-            except (EngineLost, EngineClosed, RayActorError):
+                return Routed(await self.engines[index].generate.remote(request), losses)
+            except EngineClosed:
+                self.resting_until[index] = time.monotonic() + self.retry_s
+            except (EngineLost, RayActorError):
+                losses += 1
                 self.resting_until[index] = time.monotonic() + self.retry_s
             finally:
                 self.outstanding[index] -= cost

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import time
-from typing import Callable
+from typing import Any, Callable
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from mrl.config.schema import Experiment
 from mrl.data.order import PromptOrder
@@ -13,27 +13,33 @@ from mrl.engine.api import EngineStatus, Version
 from mrl.rollout.types import Group, GroupRequest, Kind
 
 POLL_S = 0.5
+ANSWER_TIMEOUT_S = 120.0
+"""How long an actor may take over a call that does no work."""
 FAILED_PUSHES_ALLOWED = 3
 
 
 class RolloutService:
     """Asks the rollout workers for groups and waits for them; tells when an engine needs weights.
 
-    workers, engines: Ray handles of RolloutWorker and EngineServer actors.
+    workers, engines: Ray handles of RolloutWorker and EngineServer actors. kinds: which prompts the workers hold.
     """
 
-    def __init__(self, experiment: Experiment, workers: list, engines: list, attempt: int = 0):
+    def __init__(self, experiment: Experiment, workers: list, engines: list, attempt: int = 0,
+                 kinds: tuple[Kind, ...] = ("train", "eval")):
         """`attempt`: requests that earlier attempts of the trainers made are dropped, and their pushes refused."""
-        self.experiment, self.workers, self.engines = experiment, workers, engines
-        ray.get([worker.cancel.remote() for worker in workers])
-        ray.get([engine.abort.remote(attempt) for engine in engines])
-        sizes: dict[Kind, int] = ray.get(workers[0].sizes.remote())
-        self.order = PromptOrder(sizes["train"], experiment.seed, experiment.data.shuffle)
+        self.experiment, self.workers, self.engines, self.kinds = experiment, workers, engines, kinds
+        for index in range(len(workers)):
+            self._revive(index, "cancel")
+        for index, engine in enumerate(engines):
+            _answer(engine.abort.remote(attempt), f"engine {index}", default=None)
+        sizes: dict[Kind, int] = _answer(workers[0].sizes.remote(), "rollout worker 0")
+        self.order = PromptOrder(sizes["train"], experiment.seed, experiment.data.shuffle) if sizes["train"] else None
         self.eval_prompts = min(sizes["eval"], experiment.eval.max_prompts or sizes["eval"])
-        self.expected: dict[Kind, int] = {"train": 0, "eval": 0}
+        self.missing: list[dict[tuple[Kind, int], tuple[GroupRequest, Version]]] = [{} for _ in workers]
         self.groups: dict[Kind, list[Group]] = {"train": [], "eval": []}
         self.polls: dict = {}
         self.dealt = 0
+        self.served = Version(0, 0)
         self.failed_pushes = [0] * len(engines)
 
     def ask_training(self, step: int, version: Version) -> None:
@@ -51,26 +57,31 @@ class RolloutService:
 
         Raises TimeoutError after loop.collect_timeout_s, RuntimeError when a group cannot be had or no engine is left.
         """
-        deadline = time.monotonic() + self.experiment.loop.collect_timeout_s
-        while any(len(self.groups[kind]) < n for kind, n in self.expected.items()):
+        limit = self.experiment.loop.collect_timeout_s
+        deadline = time.monotonic() + limit
+        while any(self.missing):
             beat()
             self._poll()
-            if dirty := self._engines_without_weights():
-                return dirty
+            if behind := self._behind_the_last_push():
+                return behind
             if time.monotonic() > deadline:
-                have = {kind: f"{len(self.groups[kind])} of {n}" for kind, n in self.expected.items() if n}
-                raise TimeoutError(f"after loop.collect_timeout_s={self.experiment.loop.collect_timeout_s:.0f} these "
-                                   f"groups are here: {have}")
+                raise TimeoutError(f"after loop.collect_timeout_s={limit:.0f} s, {sum(map(len, self.missing))} groups "
+                                   f"are still missing")
         return []
 
     def take(self, kind: Kind) -> list[Group]:
         """What `wait` waited for, in the order of group ids."""
         groups = sorted(self.groups[kind], key=lambda group: group.request.group_id)
-        self.groups[kind], self.expected[kind] = [], 0
+        self.groups[kind] = []
         return groups
 
-    def pushed(self, errors: dict[int, str | None]) -> None:
-        """Note how a push went, by engine. Raises RuntimeError when one engine keeps refusing."""
+    def without(self, version: Version) -> list[int]:
+        """The engines that do not serve `version` yet."""
+        return [status.index for status in self._statuses() if status.state != "serving" or status.version != version]
+
+    def pushed(self, version: Version, errors: dict[int, str | None]) -> None:
+        """Note how a push went, by engine that took part. Raises RuntimeError when one engine keeps refusing."""
+        self.served = version
         for index, error in errors.items():
             self.failed_pushes[index] = self.failed_pushes[index] + 1 if error else 0
             if self.failed_pushes[index] >= FAILED_PUSHES_ALLOWED:
@@ -85,10 +96,15 @@ class RolloutService:
     def _ask(self, requests: list[GroupRequest], version: Version) -> None:
         shares: list[list[GroupRequest]] = [[] for _ in self.workers]
         for request in requests:
-            self.expected[request.kind] += 1
-            shares[self.dealt % len(shares)].append(request)
+            index = self.dealt % len(shares)
+            shares[index].append(request)
+            self.missing[index][request.kind, request.group_id] = (request, version)
             self.dealt += 1
-        ray.get([worker.ask.remote(share, version) for worker, share in zip(self.workers, shares) if share])
+        for index, share in enumerate(shares):
+            try:
+                _answer(self.workers[index].ask.remote(share, version), f"rollout worker {index}")
+            except RayActorError:
+                self._ask_again(index)
 
     def _poll(self) -> None:
         """Move finished groups here; returns after POLL_S at the latest."""
@@ -97,18 +113,58 @@ class RolloutService:
                 self.polls[worker.collect.remote(POLL_S)] = index
         ready, _ = ray.wait(list(self.polls), timeout=POLL_S)
         for reference in ready:
-            del self.polls[reference]
-            for group in ray.get(reference):
+            index = self.polls.pop(reference)
+            try:
+                groups = ray.get(reference)
+            except RayActorError:
+                self._ask_again(index)
+                continue
+            for group in groups:
+                del self.missing[index][group.request.kind, group.request.group_id]
                 self.groups[group.request.kind].append(group)
 
-    def _engines_without_weights(self) -> list[int]:
-        statuses: list[EngineStatus] = []
-        for engine in self.engines:
-            try:
-                statuses.append(ray.get(engine.status.remote()))
-            except RayActorError as error:  # the gate itself is gone, and its server with it
-                lost = f"the gate of engine {len(statuses)} died: {error}"
-                statuses.append(EngineStatus(len(statuses), 0, "failed", None, 0, lost, 0))
+    def _ask_again(self, index: int) -> None:
+        """A worker died, and Ray restarted it empty: all that it still owes is asked for again."""
+        self._revive(index, "prepare", self.kinds)
+        by_version: dict[Version, list[GroupRequest]] = {}
+        for request, version in self.missing[index].values():
+            by_version.setdefault(version, []).append(request)
+        for version, requests in by_version.items():
+            _answer(self.workers[index].ask.remote(requests, version), f"rollout worker {index}")
+
+    def _revive(self, index: int, method: str, *arguments: Any) -> None:
+        """Call a worker that may have died since the last call; one that did is made ready first."""
+        worker, name = self.workers[index], f"rollout worker {index}"
+        try:
+            _answer(getattr(worker, method).remote(*arguments), name)
+        except RayActorError:
+            _answer(worker.prepare.remote(self.kinds), name)
+
+    def _behind_the_last_push(self) -> list[int]:
+        statuses = self._statuses()
         if all(status.state == "failed" for status in statuses):
             raise RuntimeError(f"no engine is left: {statuses[0].error}")
-        return [status.index for status in statuses if status.state == "dirty"]
+        return [status.index for status in statuses
+                if status.state == "dirty" or status.state == "serving" and status.version < self.served]
+
+    def _statuses(self) -> list[EngineStatus]:
+        def gone(index: int) -> EngineStatus:
+            return EngineStatus(index, 0, "failed", None, 0, f"the gate of engine {index} died", 0)
+
+        return [_answer(engine.status.remote(), f"engine {index}", default=gone(index))
+                for index, engine in enumerate(self.engines)]
+
+
+_RAISE = object()
+
+
+def _answer(reference: Any, name: str, default: Any = _RAISE) -> Any:
+    """What an actor answers; `default`, if given, when it has died. TimeoutError naming it when it is stuck."""
+    try:
+        return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+    except GetTimeoutError:
+        raise TimeoutError(f"{name} has not answered for {ANSWER_TIMEOUT_S:.0f} s") from None
+    except RayActorError:
+        if default is _RAISE:
+            raise
+        return default

@@ -50,7 +50,7 @@ class Trajectory:
 class Group:
     """All samples of one prompt, every one of them sampled from the same weight version.
 
-    regenerated: an engine was lost while the group was sampled, so that it comes from other weights than asked for.
+    regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
     started, finished: wall clock, seconds since the epoch.
     """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -22,9 +23,10 @@ from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
 class RolloutWorker:
     """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
 
-    def __init__(self, experiment: Experiment, engines: list):
+    def __init__(self, experiment: Experiment, *engines: Any):
+        """`engines`: handles, one argument each: inside a list Ray could not hand them to a restarted worker."""
         self.experiment = experiment
-        self.router = Router(engines, experiment.loop.collect_timeout_s)
+        self.router = Router(list(engines), experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
         self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}
@@ -34,10 +36,11 @@ class RolloutWorker:
         self.failure: BaseException | None = None
         self.progress = asyncio.Event()
 
-    async def prepare(self) -> None:
-        """Read, tokenise and check all prompts and reference answers. Raises what is wrong with them, by row."""
+    async def prepare(self, kinds: Sequence[Kind]) -> None:
+        """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
         data = self.experiment.data
-        for kind, source in (("train", data.train), ("eval", data.eval)):
+        for kind in kinds:
+            source = data.train if kind == "train" else data.eval
             if source:
                 rows = load_prompts(source, data)
                 await self.rewards.check_answers([row[data.answer_key] for row in rows])
@@ -78,10 +81,6 @@ class RolloutWorker:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.failure, self.done = None, []
 
-    async def close(self) -> None:
-        await self.cancel()
-        self.rewards.close()
-
     def _finished(self, task: asyncio.Task) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
@@ -89,32 +88,35 @@ class RolloutWorker:
         self.progress.set()
 
     async def _run_group(self, request: GroupRequest, asked: Version) -> None:
-        started = time.time()
-        while True:
-            trajectories = await asyncio.gather(*(self._sample(request, i) for i in range(request.samples)))
-            if len({t.version for t in trajectories}) == 1:
-                break  # an engine lost half way leaves samples of two versions behind: sample the whole group again
         row = self.rows[request.kind][request.prompt_index]
         group = Group(request, self.encoder.decode(self.prompts[request.kind][request.prompt_index]),
-                      str(row[self.experiment.data.answer_key]), list(trajectories), started=started)
-        group.regenerated = group.version != asked
+                      str(row[self.experiment.data.answer_key]), started=time.time())
+        at_least = asked  # an engine that missed a push must not answer with older weights
+        while True:
+            group.trajectories = await asyncio.gather(
+                *(self._sample(group, i, at_least) for i in range(request.samples)))
+            versions = {t.version for t in group.trajectories}
+            group.regenerated = group.regenerated or versions != {asked}
+            if len(versions) == 1:
+                break
+            # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
+            at_least = max(versions)
         group.finished = time.time()
         await asyncio.gather(*(self._score(row, t) for t in group.trajectories))
         self.done.append(group)
 
-    async def _sample(self, request: GroupRequest, sample: int) -> Trajectory:
-        experiment, prompt = self.experiment, self.prompts[request.kind][request.prompt_index]
-        sampling = experiment.rollout.sampling
-        greedy = request.kind == "eval" and experiment.eval.temperature == 0
-        completion = await self.router.generate(GenerateRequest(
+    async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
+        experiment, request = self.experiment, group.request
+        prompt, sampling = self.prompts[request.kind][request.prompt_index], experiment.rollout.sampling
+        completion, losses = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
             seed=request_seed(experiment.seed, request.step, request.group_id, sample),
             max_tokens=sampling.max_response_tokens,
             temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
-            top_p=1.0 if greedy else sampling.top_p,
-            top_k=-1 if greedy else sampling.top_k,
             stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
+            at_least=at_least,
         ))
+        group.regenerated = group.regenerated or losses > 0
         total, start = len(prompt) + len(completion.token_ids), len(prompt)
         tokens, mask, log_probs = np.empty(total, np.int64), np.zeros(total, bool), np.zeros(total, np.float32)
         tokens[:start], tokens[start:] = prompt, completion.token_ids

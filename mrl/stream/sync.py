@@ -17,10 +17,9 @@ import torch.distributed as dist
 from mrl.config.schema import Experiment
 from mrl.engine.api import EngineStatus, SyncResult, Version
 from mrl.receiver.mrl_receiver.links import address_towards
-from mrl.receiver.mrl_receiver.wire import SyncRequest
+from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
 from mrl.reshard.layout import Coord
 from mrl.reshard.plan import plan_sync
-from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.gather import StageBuckets
 from mrl.stream.links import Links, Target, failed_key
 from mrl.stream.pipeline import Sent, stream
@@ -37,8 +36,10 @@ class PushReport:
     """How one push went. Times in seconds: whole, slowest gathering rank, slowest sender, slowest engine worker's
     copying into its parameters; `bytes` were sent to all engines together.
 
-    errors: by engine, None when it now serves the version. verified: every engine that succeeded in this push had its
-    checksums compared. unverified: HF tensors that could not be, because the engine's loader transforms them.
+    errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
+    could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
+    succeeded in this push had its checksums compared. unverified: HF tensors that could not be, because the engine's
+    loader transforms them.
     """
 
     version: str
@@ -48,18 +49,21 @@ class PushReport:
     load_s: float
     bytes: int
     errors: dict[int, Optional[str]]
+    absent: dict[int, str]
     verified: bool
     unverified: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return not any(self.errors.values())
+        """Whether every engine asked now serves the version."""
+        return not self.absent and not any(self.errors.values())
 
     @classmethod
     def from_json(cls, text: str) -> "PushReport":
         fields = json.loads(text)
-        errors = {int(engine): error for engine, error in fields["errors"].items()}
-        return cls(**{**fields, "errors": errors, "unverified": tuple(fields["unverified"])})
+        by_engine = {name: {int(engine): text for engine, text in fields[name].items()}
+                     for name in ("errors", "absent")}
+        return cls(**{**fields, **by_engine, "unverified": tuple(fields["unverified"])})
 
 
 @dataclass
@@ -77,23 +81,23 @@ class _Calls:
 
     targets: list[Target] = field(default_factory=list)
     futures: dict[int, Future] = field(default_factory=dict)
-    errors: dict[int, Optional[str]] = field(default_factory=dict)
+    absent: dict[int, str] = field(default_factory=dict)
 
 
 class WeightSync:
     """Built on every trainer rank, together, after init_process_group.
 
-    trainer: gives `layout`, `coord`, `te` and `local_params()`. engines: handles of the EngineServer actors on rank 0,
-    None elsewhere. host: the address of this machine under which engines reach rank 0; by default 127.0.0.1 when all
-    trainer ranks are on one machine, else this machine's address.
+    trainer: gives `spec`, `layout`, `coord`, `te` and `local_params()`. engines: handles of the EngineServer actors on
+    rank 0, None elsewhere. host: the address of this machine under which engines reach rank 0; by default 127.0.0.1
+    when all trainer ranks are on one machine, else this machine's address.
     """
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
                  host: Optional[str] = None):
         self.settings, self.trainer, self.run_id = experiment.sync, trainer, run_id
         self.rank, self.engines = dist.get_rank(), engines
-        self.plan = plan_sync(model_spec(read_config(experiment.model.path)), trainer.layout,
-                              int(experiment.sync.bucket_mb * MIB), experiment.model.dtype, trainer.te)
+        self.plan = plan_sync(trainer.spec, trainer.layout, int(experiment.sync.bucket_mb * MIB),
+                              experiment.model.dtype, trainer.te)
         self.coord: Coord = trainer.coord
         self.buckets = [bucket for bucket in self.plan.buckets if bucket.stage == self.coord.pp]
         self.group = self._stage_group()
@@ -107,12 +111,13 @@ class WeightSync:
         self.known = [_Known() for _ in engines or []]
         self.name = uuid.uuid4().hex[:8]  # an engine must not take the links of a restarted gang for its old ones
         self.pushes = 0
+        self.left: dict[int, list[str]] = {}  # rank 0: by push, the store keys it has left behind
 
     def push(self, version: Version, engines: Optional[list[int]] = None) -> PushReport:
         """Bring this rank's weights, as `version`, into all engines (or those named); the same report on every rank.
 
-        Collective over the trainer ranks. An engine that fails is in the report's errors and refuses to generate until
-        a later push succeeds; it does not disturb the others. Raises when a trainer rank is gone.
+        Collective over the trainer ranks. An engine that fails is in the report's errors, and one that is not up in
+        its absent; it does not disturb the others, and a later push may succeed. Raises when a trainer rank is gone.
         """
         began, number = time.monotonic(), self.pushes
         self.pushes += 1
@@ -131,10 +136,15 @@ class WeightSync:
             report = self._conclude(number, version, calls, began)
             self.store.set(f"push/{number}/report", json.dumps(asdict(report)))
             return report
-        return PushReport.from_json(json.dumps(self._hear(f"push/{number}/report")))
+        report = PushReport.from_json(json.dumps(self._hear(f"push/{number}/report")))
+        self.store.add(_heard_key(number), 1)
+        return report
 
     def close(self) -> None:
-        """Give up the links; the engines go on serving."""
+        """Give up this rank's links; the engines go on serving what they have. The last call, in any state, even twice.
+
+        Not collective. Rank 0 must outlive the others' last push all the same, because it serves the store.
+        """
         if self.links is not None:
             self.links.close()
 
@@ -143,6 +153,7 @@ class WeightSync:
     def _call_engines(self, number: int, version: Version, engines: Optional[list[int]]) -> _Calls:
         """Ask the chosen engines for their state, and start receive() on each that can take part."""
         calls = _Calls()
+        self._sweep()
         indices = range(len(self.engines)) if engines is None else engines
         statuses = {index: self.engines[index].status.remote().future() for index in indices}
         deadline = time.monotonic() + MARGIN_S
@@ -150,10 +161,11 @@ class WeightSync:
             try:
                 status: EngineStatus = future.result(max(0.0, deadline - time.monotonic()))
             except Exception as error:
-                calls.errors[index] = f"engine {index} does not answer: {_words(error)}"
+                calls.absent[index] = f"engine {index} does not answer: {_words(error)}"
                 continue
             if status.state in ("starting", "failed"):
-                calls.errors[index] = f"engine {index} is {status.state}: {status.error}"
+                why = f": {status.error}" if status.error else ""
+                calls.absent[index] = f"engine {index} is {status.state}{why}"
                 continue
             request = self._request(number, version, status)
             calls.targets.append(Target(request, status.world_size))
@@ -190,27 +202,38 @@ class WeightSync:
                  for tp in range(self.trainer.layout.tp)] if calls.targets else []
         sent = [Sent(**self._hear(f"push/{number}/sent/{rank}")) for rank in ranks]
         results: dict[int, SyncResult] = {}
+        errors: dict[int, Optional[str]] = {}
         deadline = began + self.settings.timeout_s + MARGIN_S
         for index, future in calls.futures.items():
             try:
                 results[index] = future.result(max(0.0, deadline - time.monotonic()))
-                calls.errors[index] = None
+                errors[index] = None
                 self.known[index].syncs += 1
             except Exception as error:
                 lost = [part.errors[str(index)] for part in sent if str(index) in part.errors]
-                calls.errors[index] = "; ".join([_words(error), *lost])
+                errors[index] = "; ".join([_words(error), *lost])
                 self.known[index].link = None
-                logger.warning("push of version %s to engine %d failed: %s", version, index, calls.errors[index])
-        for stale in (f"push/{number - 2}/targets", f"push/{number - 2}/report"):
-            self.store.delete_key(stale)
+                logger.warning("push of version %s to engine %d failed: %s", version, index, errors[index])
+        self.left[number] = [
+            f"push/{number}/targets", f"push/{number}/report", *(f"push/{number}/sent/{rank}" for rank in ranks),
+            *(failed_key(number, index) for index in calls.futures),
+            *(ready_key(target.request, worker) for target in calls.targets for worker in range(target.workers))]
         return PushReport(
             version=str(version), seconds=time.monotonic() - began,
             gather_s=max((part.gather_s for part in sent), default=0.0),
             send_s=max((part.send_s for part in sent), default=0.0),
             load_s=max((result.apply_s for result in results.values()), default=0.0),
-            bytes=self.plan.total_bytes * len(results), errors=calls.errors,
+            bytes=self.plan.total_bytes * len(results), errors=errors, absent=calls.absent,
             verified=bool(results) and all(result.verified for result in results.values()),
             unverified=tuple(sorted({name for result in results.values() for name in result.unverified})))
+
+    def _sweep(self) -> None:
+        """Delete the store keys of past pushes that every rank has heard the end of."""
+        for number, keys in [*self.left.items()]:
+            if self.store.add(_heard_key(number), 0) == dist.get_world_size() - 1:
+                for key in (*keys, _heard_key(number)):
+                    self.store.delete_key(key)
+                del self.left[number]
 
     # -- every rank
 
@@ -250,6 +273,11 @@ class WeightSync:
                                   master_listen_fd=listener.detach())
         dist.broadcast_object_list(place, src=0)
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
+
+
+def _heard_key(push: int) -> str:
+    """Store key that counts the ranks that have the report of a push, beside rank 0."""
+    return f"push/{push}/heard"
 
 
 def _words(error: Exception) -> str:

@@ -9,7 +9,7 @@ from mrl.reshard.layout import Layout
 
 
 def check_orders(rank: int) -> None:
-    orders = gang.Orders(rank, 4)
+    orders = gang.Orders(rank)
 
     def slow(beat):
         for _ in range(4):
@@ -25,12 +25,23 @@ def check_orders(rank: int) -> None:
 
 def check_silence(rank: int) -> None:
     gang.WAIT_SLICE_S = 0.1
-    orders = gang.Orders(rank, 4)
+    orders = gang.Orders(rank)
+    if rank == 0:
+        time.sleep(2)
+    else:
+        with pytest.raises(TimeoutError, match="no order from rank 0 within"):
+            orders.exchange(None, timeout_s=0.5)
+    dist.barrier()
+
+
+def check_heartbeat(rank: int) -> None:
+    gang.HEARTBEAT_TIMEOUT_S = 0.5
+    orders = gang.Orders(rank)
     if rank == 0:
         time.sleep(2)
     else:
         with pytest.raises(TimeoutError, match="heard nothing from rank 0"):
-            orders.exchange(None, timeout_s=0.5)
+            orders.exchange(None, timeout_s=30)
     dist.barrier()
 
 
@@ -44,6 +55,6 @@ def check_scatter(rank: int) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for check in (check_orders, check_silence, check_scatter):
+    for check in (check_orders, check_silence, check_heartbeat, check_scatter):
         check(dist.get_rank())
     dist.barrier()

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from mrl.cluster.gang import next_attempt
+from mrl.cluster.launch import next_attempt
 from tests.torchrun import torchrun
 
 

@@ -1,5 +1,6 @@
 """The command line: help, check, and how commands hand over and fail. The numbers are derived by hand."""
 import importlib
+import json
 import subprocess
 import sys
 import types
@@ -12,6 +13,9 @@ from mrl import check as plans
 from mrl.cli import app
 from mrl.config.keys import leaf_keys
 from mrl.config.load import load_experiment
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+EXPERIMENTS = [path for path in CONFIGS if "sft" not in path.name]
 
 
 @pytest.fixture
@@ -93,9 +97,32 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
 def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
     result = invoke("check", experiment_file, "trainer.parallel.tp=3", "batch.minibatches=5", "data.train=gone.jsonl")
     assert result.exit_code == 2
-    for words in ("attention heads (4)", "batch.prompts_per_step (8)", "gone.jsonl", "override 'batch.minibatches=5'"):
+    for words in ("num_attention_heads 4", "batch.prompts_per_step (8)", "gone.jsonl",
+                  "override 'batch.minibatches=5'"):
         assert words in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
+def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
+    monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
+    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl",
+                    f"data.eval={folder}/heldout.jsonl", f"rollout.python={folder}/python")
+    assert result.exit_code == 0, result.output
+    for first in ("trainer", "rollout", "samples a step", "links"):
+        assert row(result.output, first)[1]
+    assert "warning" not in result.output
+
+
+def test_check_without_an_engine_only_warns(invoke, experiment_file):
+    result = invoke("check", experiment_file, "rollout.python=nopython-anywhere")
+    assert result.exit_code == 0, result.output
+    assert "warning: not on this machine: rollout.python = nopython-anywhere" in result.output
+    for command in ("train", "eval"):
+        result = invoke(command, experiment_file, "rollout.python=nopython-anywhere")
+        assert result.exit_code == 2 and "no such file or command" in result.output
 
 
 def test_check_for_a_machine_with_fewer_gpus(invoke, experiment_file):
@@ -170,11 +197,12 @@ def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, mo
                 export_run=lambda run, step, out: out.mkdir() or out)
     other = folder / "other"
     (folder / "model").rename(other)
-    assert invoke("eval", experiment_file, "--model", other).exit_code == 0
+    heldout = f"data.eval={folder}/heldout.jsonl"
+    assert invoke("eval", experiment_file, heldout, "--model", other).exit_code == 0
     other.rename(folder / "model")
     run = folder / "run"
     run.mkdir()
-    assert invoke("eval", experiment_file, "--run", run, "--step", "3").exit_code == 0
+    assert invoke("eval", experiment_file, heldout, "--run", run, "--step", "3").exit_code == 0
     (first, second) = seen
     assert first == (str(other), None)
     assert second[1].parent.parent == run

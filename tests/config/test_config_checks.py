@@ -24,20 +24,22 @@ def test_the_valid_experiment_has_no_problems(experiment_file, hf_config):
 
 # The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by vLLM to 128).
 @pytest.mark.parametrize("overrides, key, words", [
-    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "attention heads (4)"),
-    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "KV heads (2)"),
-    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "intermediate size (112)"),
-    (["trainer.parallel.pp=3", "cluster.trainer_gpus=6"], "trainer.parallel.pp", "layers (4)"),
-    (["rollout.parallel.tp=3", "cluster.rollout_gpus=3"], "rollout.parallel.tp", "attention heads (4)"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "divide num_attention_heads 4"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "num_key_value_heads 2"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "intermediate_size 112"),
+    (["trainer.parallel.pp=3", "cluster.trainer_gpus=6"], "trainer.parallel.pp", "num_hidden_layers 4"),
+    (["rollout.parallel.tp=3", "cluster.rollout_gpus=3"], "rollout.parallel.tp", "divide num_attention_heads 4"),
     (["rollout.parallel.tp=7", "cluster.rollout_gpus=7"], "rollout.parallel.tp", "padded vocabulary (128)"),
     (["trainer.parallel.tp=1", "trainer.parallel.sequence_parallel=true"], "trainer.parallel.sequence_parallel",
      "trainer.parallel.tp 1"),
     (["data.max_prompt_tokens=200", "rollout.sampling.max_response_tokens=57", "batch.max_tokens_per_microbatch=512"],
      "rollout.sampling.max_response_tokens", "at most 56"),
+    (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "use one of 1, 2, 4\n"),
+    (["trainer.parallel.pp=3", "cluster.trainer_gpus=6"], "trainer.parallel.pp", "use one of 1, 2, 4\n"),
     (["rollout.sampling.stop_token_ids=[3, 70]"], "rollout.sampling.stop_token_ids", "= 70"),
 ])
 def test_against_the_model(experiment_file, hf_config, overrides, key, words):
-    assert words in found(experiment_file, hf_config, *overrides)[key]
+    assert words in found(experiment_file, hf_config, *overrides)[key] + "\n"
 
 
 def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
@@ -49,6 +51,15 @@ def test_unsupported_architecture_lists_known_ones(experiment_file, hf_config):
     hf_config["architectures"] = ["GPT2LMHeadModel"]
     text = found(experiment_file, hf_config)["model.path"]
     assert "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
+
+
+@pytest.mark.parametrize("rope, words", [
+    ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic' is not supported"),
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "scales attention by 1.139"),
+])
+def test_rotary_embeddings_that_are_not_supported(experiment_file, hf_config, rope, words):
+    hf_config["rope_scaling"] = rope
+    assert words in found(experiment_file, hf_config)["model.path"]
 
 
 @pytest.mark.parametrize("overrides, key, words", [
@@ -96,6 +107,10 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
     (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
     (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncated"),
+    (["algorithm.correction.cap=3.0"], "algorithm.correction.cap", "algorithm.old_log_prob: recompute"),
+    (["rollout.args=[--seed-oss, --dtype=half]"], "rollout.args.1", "it comes from model.dtype"),
+    (["rollout.args=[-tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
+    (["rollout.args=['--max_model_len', '64']"], "rollout.args.0", "--max-model-len is mrl's own"),
     (["algorithm.clip.low=1.5"], "algorithm.clip.low", "at most 1"),
     (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
     (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
@@ -113,6 +128,20 @@ def test_settings_against_each_other(experiment_file, hf_config, overrides, key,
 def test_recompute_without_correction_is_fine_on_fresh_samples(experiment_file, hf_config):
     assert found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2", "algorithm.old_log_prob=recompute",
                  "algorithm.correction.kind=none") == {}
+
+
+def test_correction_as_a_resolved_file_spells_it_out_is_fine(experiment_file, hf_config):
+    assert found(experiment_file, hf_config, "algorithm.correction={kind: truncated, cap: 2.0}") == {}
+    assert found(experiment_file, hf_config, "algorithm.correction.cap=3.0", "algorithm.old_log_prob=recompute") == {}
+
+
+def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
+    shared = [*COLOCATED, "cluster.gpus=2", "cluster.device=cuda"]
+    assert "--gpu-memory-utilization=0.35" in found(experiment_file, hf_config, *shared)["rollout.args"]
+    for arguments in ("[--gpu-memory-utilization=0.3]", "[--gpu_memory_utilization, '0.3']"):
+        assert found(experiment_file, hf_config, *shared, f"rollout.args={arguments}") == {}
+    assert found(experiment_file, hf_config, *shared[:-1]) == {}  # on cpu
+    assert found(experiment_file, hf_config, "cluster.device=cuda") == {}  # partitions of their own
 
 
 def test_all_at_once(experiment_file, hf_config):

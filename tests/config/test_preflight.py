@@ -3,17 +3,22 @@ import pytest
 
 from mrl import preflight as module
 from mrl.config.load import load_experiment
-from mrl.preflight import count_gpus, preflight
+from mrl.preflight import count_gpus, preflight_evaluation, preflight_plan, preflight_training, visible_devices
 
 
-def found(experiment_file, *overrides) -> dict:
-    problems, _ = preflight(load_experiment(experiment_file, overrides), visible_gpus=0)
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def found(experiment_file, *overrides, preflight=preflight_training) -> dict:
+    problems, _ = preflight(load_experiment(experiment_file, overrides))
     return {problem.key: str(problem) for problem in problems}
 
 
 def test_nothing_wrong(experiment_file, hf_config):
-    problems, config = preflight(load_experiment(experiment_file), visible_gpus=0)
-    assert problems == [] and config == hf_config
+    exp = load_experiment(experiment_file)
+    assert preflight_training(exp) == preflight_plan(exp, None) == ([], hf_config)
 
 
 def test_no_model_directory(experiment_file, folder):
@@ -51,8 +56,8 @@ def test_unknown_model_name(experiment_file, monkeypatch):
 def test_hub_model_reads_its_downloaded_config(experiment_file, folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(folder / "model" / file))
     assert found(experiment_file, "model.path=owner/name") == {}
-    assert "layers (4)" in found(experiment_file, "model.path=owner/name", "trainer.parallel.pp=3",
-                                 "cluster.trainer_gpus=6")["trainer.parallel.pp"]
+    problems = found(experiment_file, "model.path=owner/name", "trainer.parallel.pp=3", "cluster.trainer_gpus=6")
+    assert "num_hidden_layers 4" in problems["trainer.parallel.pp"]
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
@@ -105,6 +110,38 @@ def test_engine_python_that_fails(experiment_file, folder):
     assert "broken interpreter" in found(experiment_file)["rollout.python"]
 
 
+def test_a_plan_needs_no_engine(experiment_file):
+    exp = load_experiment(experiment_file, ["rollout.python=nopython-anywhere"])
+    assert preflight_plan(exp, None)[0] == []
+
+
+def test_hub_data_needs_its_library(experiment_file, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert "-m pip install datasets" in found(experiment_file, "data.train=hf:owner/name")["data.train"]
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    assert found(experiment_file, "data.train=hf:owner/name") == {}
+
+
+def test_evaluation_looks_at_what_it_uses(experiment_file, folder):
+    training_only = ["data.train=gone.jsonl", "trainer.parallel.tp=3", "batch.minibatches=5",
+                     "cluster.trainer_gpus=null", "rollout.sampling.top_k=20", f"data.eval={folder}/heldout.jsonl"]
+    assert found(experiment_file, *training_only, preflight=preflight_evaluation) == {}
+    problems = found(experiment_file, "rollout.python=nopython-anywhere", "rollout.parallel.tp=2",
+                     "reward.kind=custom", preflight=preflight_evaluation)
+    assert set(problems) == {"data.eval", "rollout.python", "cluster.rollout_gpus", "reward.function"}
+    assert "held-out prompts" in problems["data.eval"]
+
+
+def test_evaluation_counts_the_engines_gpus_alone(experiment_file, folder, monkeypatch):
+    cuda = ["cluster.device=cuda", "cluster.trainer_gpus=8", "cluster.rollout_gpus=2",
+            f"data.eval={folder}/heldout.jsonl"]
+    monkeypatch.setattr(module, "count_gpus", lambda: 2)
+    assert found(experiment_file, *cuda, preflight=preflight_evaluation) == {}
+    monkeypatch.setattr(module, "count_gpus", lambda: 1)
+    text = found(experiment_file, *cuda, preflight=preflight_evaluation)["cluster.rollout_gpus"]
+    assert "need 2, 1 are visible" in text
+
+
 def test_files_and_settings_are_reported_together(experiment_file, folder):
     (folder / "model" / "config.json").unlink()
     keys = set(found(experiment_file, f"data.train={folder}/gone.jsonl", "rollout.python=nopython-anywhere",
@@ -124,6 +161,15 @@ def test_count_gpus(folder, monkeypatch, visible, count):
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert count_gpus() == count
+
+
+@pytest.mark.parametrize("text, names", [
+    ("", []), ("2,3", ["2", "3"]), (" 1 , GPU-a", ["1", "GPU-a"]), ("3,-1,2", ["3"])])
+def test_visible_devices(monkeypatch, text, names):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert visible_devices() == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices() is None
 
 
 def test_no_gpus_without_a_driver(monkeypatch):

@@ -28,7 +28,8 @@ def quickstart(home, tmp_path_factory) -> SimpleNamespace:
     process = start(["bash", "launch/quickstart.sh", f"loop.steps={STEPS}", f"log.dir={folder}/runs"], log)
     finish(process, log, timeout_s=1200)
     run_dir, = (folder / "runs").iterdir()
-    return SimpleNamespace(run_dir=run_dir, console=log.read_text(), steps=STEPS, seconds=time.monotonic() - began)
+    print(f"the quickstart took {time.monotonic() - began:.0f} s")
+    return SimpleNamespace(run_dir=run_dir, log=log, console=log.read_text(), steps=STEPS)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs of the real thing for the tests of this folder: started like a user starts them, read back from their run directory."""
+"""Runs of the real thing for this folder's tests: started as a user starts them, read back from their directory."""
 from __future__ import annotations
 
 import json
@@ -12,11 +12,14 @@ import psutil
 
 PROJECT = Path(__file__).parents[2]
 MRL = Path(sys.executable).parent / "mrl"
+MARK = "MRL_TEST_LOG"
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen:
+    """Output goes to `log`, whose path also marks, in the environment, every process that the command starts."""
     with open(log, "w", encoding="utf-8") as file:
-        return subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                env={**os.environ, MARK: str(log)})
 
 
 def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
@@ -49,23 +52,26 @@ def trajectories(run_dir: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "trajectories" / f"{name}.jsonl").read_text().splitlines()]
 
 
-def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Living processes that a run started: its engines, guards, ranks and Ray workers, known by their environment or
-    command line."""
-    run = json.loads((run_dir / "run.json").read_text())
+def processes_of(log: Path) -> list[str]:
+    """Command lines of the living processes that the command with this log started, itself included."""
     found = []
     for process in psutil.process_iter():
         try:
-            marks = " ".join(process.cmdline()) + " " + process.environ().get("MRL_RUN_ID", "")
+            if process.environ().get(MARK) == str(log) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()) or process.name())
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-        if process.pid != os.getpid() and (run["run_id"] in marks or str(run_dir) in marks):
-            found.append(process)
     return found
 
 
-def assert_nothing_left(run_dir: Path) -> None:
-    deadline = time.monotonic() + 15
-    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+def assert_alive(log: Path, *names: str) -> None:
+    """Each of `names` is part of some process's command line: what `assert_nothing_left` would see if it stayed."""
+    alive = processes_of(log)
+    assert all(any(name in command for command in alive) for name in names), alive
+
+
+def assert_nothing_left(log: Path) -> None:
+    deadline = time.monotonic() + 20
+    while (left := processes_of(log)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left, f"still running: {[(p.pid, p.cmdline()[:4]) for p in left]}"
+    assert not left, f"still running: {left}"

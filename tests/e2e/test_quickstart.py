@@ -74,7 +74,7 @@ def test_run_directory_is_complete_and_nothing_is_left_running(quickstart):
         assert (run_dir / name).exists(), name
     sample = trajectories(run_dir, "step_000003")[0]
     assert re.fullmatch(r"\d+", sample["answer"]) and sample["version"] == "0:2" and "+" in sample["prompt"]
-    assert_nothing_left(run_dir)
+    assert_nothing_left(quickstart.log)
 
 
 def test_held_out_prompts_are_never_trained_on(quickstart):

@@ -1,9 +1,11 @@
 """The gate, over a server made of futures: what it lets through, when, and with which version."""
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
+from mrl.engine import server as module
 from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, GenerateRequest, SyncError, Version
 from mrl.engine.server import EngineServer
 from mrl.receiver.mrl_receiver.wire import SyncRequest
@@ -23,7 +25,7 @@ class FakeServer:
 
     def __init__(self, experiment, index, run_id, incarnation, log_path, gpus, load_weights):
         self.answers = {"mrl_prepare": [self.ok()], "mrl_receive": [self.ok(expected={"norm": 42})]}
-        self.calls, self.waiting, self.code, self.resets = [], [], None, 0
+        self.calls, self.waiting, self.code, self.resets, self.stopped = [], [], None, 0, False
         FakeServer.made.append(self)
 
     def lose(self):
@@ -41,6 +43,8 @@ class FakeServer:
             raise EngineStartError("it would not start")
 
     async def generate(self, request):
+        if self.stopped:
+            raise EngineLost("gone")
         future = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
         return await future
@@ -62,12 +66,18 @@ class FakeServer:
         return "last words"
 
     async def stop(self):
+        self.stopped = True
         for future in self.waiting:
             if not future.done():
                 future.set_exception(EngineLost("gone"))
 
     def answer(self):
         self.waiting.pop(0).set_result(([7], [-0.5], "stop"))
+
+
+@pytest.fixture(autouse=True)
+def _short_backoff(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
 
 
 def sync_request(step: int, **changes) -> SyncRequest:
@@ -190,7 +200,6 @@ def test_refusals_leave_it_serving(changes, words):
 
 @pytest.mark.parametrize("answer, words", [
     ([{"error": "LinkError: closed"}], "worker 0: LinkError: closed"),
-    (TimeoutError(), "did not answer mrl_receive by the sync's deadline"),
     (RuntimeError("500"), "500"),
     ([FakeServer.ok(expected={"norm": 41})], "verification failed: norm: the engine's checksum 42 is not .* 41"),
 ])
@@ -276,13 +285,14 @@ def test_the_end_of_the_log_is_in_the_error():
     with_engine(scenario, max_restarts=0)
 
 
-def test_abort():
+def test_aborted_requests_never_look_finished():
     async def scenario(engine, server):
         await engine.receive(sync_request(7))
         task = await sampling(engine, server)
         assert await engine.abort(attempt=1) == 1
-        completion = await task
-        assert (completion.finish_reason, completion.token_ids) == ("abort", [])
+        with pytest.raises(EngineClosed, match="aborted half way"):
+            await task
+        assert (await engine.status()).outstanding_tokens == 0
         with pytest.raises(SyncError, match="0:8 is refused"):
             await engine.receive(sync_request(8))
         await engine.receive(sync_request(0, version=(1, 0)))
@@ -290,13 +300,88 @@ def test_abort():
     with_engine(scenario)
 
 
-def test_a_request_without_an_answer_is_lost():
+def test_abort_reaches_the_requests_that_wait_for_a_slot_and_no_later_ones():
+    async def scenario(engine, server):
+        await engine.receive(sync_request(7))
+        first = await sampling(engine, server)
+        waiting = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        assert await engine.abort(attempt=0) == 4
+        later = asyncio.create_task(engine.generate(REQUEST))
+        for task in [first, *waiting]:
+            with pytest.raises(EngineClosed, match="aborted"):
+                await task
+        await until(lambda: len(server.waiting) == 2)
+        server.waiting[1].set_result(([7], [-0.5], "stop"))
+        assert (await later).token_ids == [7]
+        assert len(server.waiting) == 2, "an aborted request has reached the server"
+        assert (await engine.status()).outstanding_tokens == 0
+
+    with_engine(scenario, max_concurrent_requests=1)
+
+
+def test_weights_older_than_a_request_wants_do_not_answer_it():
+    async def scenario(engine, server):
+        await engine.receive(sync_request(3))
+        for wanted in (Version(0, 4), Version(1, 0)):
+            with pytest.raises(EngineClosed, match=f"serves version 0:3, and {wanted} is wanted"):
+                await engine.generate(replace(REQUEST, at_least=wanted))
+        assert not server.waiting
+        for wanted in (Version(0, 2), Version(0, 3)):
+            task = asyncio.create_task(engine.generate(replace(REQUEST, at_least=wanted)))
+            await until(lambda: server.waiting)
+            server.answer()
+            assert (await task).version == Version(0, 3)
+
+    with_engine(scenario)
+
+
+def test_a_request_without_an_answer_is_lost_and_the_engine_restarted():
     async def scenario(engine, server):
         await engine.receive(sync_request(1))
-        with pytest.raises(EngineLost, match="rollout.request_timeout_s"):
+        with pytest.raises(EngineLost, match="rollout.request_timeout_s=0.05"):
             await engine.generate(REQUEST)
+        assert (await engine.status()).state == "starting"
+        with pytest.raises(EngineClosed, match="is starting: .* did not answer a request"):
+            await engine.generate(REQUEST)
+        await until(lambda: engine._state == "dirty")
+        assert server.stopped and (await engine.status()).incarnation == 2
+        await engine.receive(sync_request(1, incarnation=2))
 
     with_engine(scenario, request_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("method", ["mrl_prepare", "mrl_receive"])
+def test_workers_that_do_not_answer_get_the_engine_restarted(method):
+    async def scenario(engine, server):
+        await engine.receive(sync_request(1))
+        server.answers[method] = TimeoutError()
+        with pytest.raises(EngineLost, match=f"did not answer {method} by the sync's deadline"):
+            await engine.receive(sync_request(2))
+        assert (await engine.status()).state == "starting"
+        await until(lambda: engine._state == "dirty")
+        assert server.stopped and (await engine.status()).incarnation == 2
+
+    with_engine(scenario)
+
+
+def test_restarts_are_further_and_further_apart(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.3)
+    made = []
+    make = FakeServer.__init__
+    monkeypatch.setattr(FakeServer, "__init__", lambda *a, **k: (made.append(time.monotonic()), make(*a, **k))[1])
+
+    async def scenario(engine, server):
+        FakeServer.start_failures = 9
+        server.code, made[0] = 1, time.monotonic()
+        await until(lambda: engine._state == "failed")
+        gaps = [later - sooner for sooner, later in zip(made, made[1:])]
+        assert len(gaps) == 3
+        for gap, pause in zip(gaps, (0.1, 0.2, 0.3)):
+            assert pause <= gap < pause + module.SUPERVISE_POLL_S + 0.5
+
+    with_engine(scenario, max_restarts=3)
 
 
 def test_loaded_weights_are_served_at_once():

@@ -1,26 +1,14 @@
-"""How a vLLM server is started: command, environment, and what is refused before anything starts."""
-import stat
-import sys
+"""How a vLLM server is started and what its answers become: command, environment, completions."""
+import asyncio
 
+import aiohttp
 import pytest
+from aiohttp import web
 
-from mrl.engine.api import EngineStartError
-from mrl.engine.vllm import command_line, environment, require_vllm
+from mrl.engine.api import EngineClosed, GenerateRequest
+from mrl.engine.flags import OWNED_FLAGS
+from mrl.engine.vllm import VllmServer, command_line, environment
 from tests.rollout.experiments import experiment
-
-
-def test_python_without_vllm_names_the_key():
-    with pytest.raises(EngineStartError, match=r"rollout.python='.*' has no vLLM \(no module vllm\); install"):
-        require_vllm(sys.executable)
-
-
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("not a program")])
-def test_python_that_cannot_run_names_the_key(tmp_path, make):
-    path = tmp_path / "python"
-    if make(path) is not None:
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    with pytest.raises(EngineStartError, match="rollout.python='.*' cannot be run"):
-        require_vllm(str(path))
 
 
 def value_of(command: list[str], flag: str) -> str:
@@ -40,6 +28,46 @@ def test_command_line(tmp_path):
     assert "--enforce-eager" in command and command[-2:] == ["--max-num-seqs", "7"]
     on_gpu = command_line(config, 1, 1234, load_weights=True, on_cpu=False)
     assert "--enforce-eager" not in on_gpu and value_of(on_gpu, "--load-format") == "auto"
+
+
+def test_every_flag_of_the_command_is_owned_or_may_be_given_again():
+    free = {"--max-num-seqs", "--enable-prefix-caching", "--disable-uvicorn-access-log", "--enforce-eager",
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens"}
+    flags = {word for word in command_line(experiment(), 0, 1, load_weights=False, on_cpu=True) if word[:2] == "--"}
+    assert flags - free <= OWNED_FLAGS.keys() and not free & OWNED_FLAGS.keys()
+
+
+def complete(finish_reason: str):
+    """What VllmServer makes of a server's answer with this finish_reason."""
+    async def answer(_):
+        return web.json_response({"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]},
+                                               "finish_reason": finish_reason}]})
+
+    async def main():
+        application = web.Application()
+        application.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server = VllmServer(experiment(), 0, "run", 1, None, (), load_weights=False)
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        server.session = aiohttp.ClientSession()
+        try:
+            return await server.generate(GenerateRequest([1], seed=0, max_tokens=4, temperature=1.0))
+        finally:
+            await server.stop()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def test_only_whole_completions_are_returned():
+    assert complete("stop") == ([7], [-0.5], "stop") and complete("length") == ([7], [-0.5], "length")
+    with pytest.raises(EngineClosed, match="aborted the request half way"):
+        complete("abort")
+    with pytest.raises(RuntimeError, match="finish_reason 'repetition'"):
+        complete("repetition")
 
 
 def test_environment(tmp_path, monkeypatch):

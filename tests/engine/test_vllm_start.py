@@ -45,7 +45,7 @@ def start(tmp_path, behaviour: str, **rollout) -> None:
             await server.start()
         finally:
             await server.stop()
-            assert server.process.poll() is not None
+            assert server.process is None or server.process.poll() is not None
 
     asyncio.run(main())
 
@@ -63,3 +63,8 @@ def test_a_server_that_never_answers_names_the_key(tmp_path):
 def test_another_runs_server_is_not_taken_for_ours(tmp_path):
     with pytest.raises(EngineStartError, match=r"another server answers.*'another'.*rollout.port"):
         start(tmp_path, "serve()")
+
+
+def test_a_python_that_fails_names_the_key(tmp_path):
+    with pytest.raises(EngineStartError, match=r"rollout.python='/.*/nothing': no such file or command"):
+        start(tmp_path, "", python=str(tmp_path / "nothing"))

@@ -139,6 +139,27 @@ def test_a_failing_receiver_is_noticed_by_the_sender():
     assert isinstance(outcomes[0], ZeroDivisionError) and receivers[0].dirty
 
 
+def test_a_failing_receiver_leaves_no_thread_behind():
+    sender, receivers = make(1)
+    sync(sender, receivers, sender.request(1), tensors(1))
+    plain = receivers[0].routes[0].apply
+    arrived = threading.Event()  # as many buckets as there are buffers, so that the receiving thread waits for one
+    receivers[0].routes[0].apply = lambda *_: (arrived.wait(10), 1 / 0)
+    request = sender.request(2)
+    threads, outcomes = receive(receivers, request)
+    sender.send(request, tensors(2), count=request.buffers)
+    began = time.monotonic()
+    arrived.set()
+    threads[0].join(10)
+    assert isinstance(outcomes[0], ZeroDivisionError), outcomes
+    assert time.monotonic() - began < 5, "only the deadline ended it"
+    assert not [thread for thread in threading.enumerate() if thread.name == "mrl-receive"]
+    receivers[0].routes[0].apply = plain
+    sender.hang_up()
+    sync(sender, receivers, sender.request(2), tensors(2))
+    expect(receivers[0].model, tensors(2))
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"run_id": "other"}, "run 'other'"), ({"engine": 3}, "engine 3"), ({"incarnation": 2}, "incarnation 2"),
     ({"version": (0, 4)}, "0:4 is older than 0:5"), ({"transport": "carrier pigeon"}, "carrier pigeon"),

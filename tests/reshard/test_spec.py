@@ -66,6 +66,10 @@ def test_unknown_architecture_lists_the_known(config):
     ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rope_type 'longrope'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scales attention by 1.139"),  # 0.1 ln 4 + 1
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

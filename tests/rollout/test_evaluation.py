@@ -19,4 +19,9 @@ def test_mean_best_and_majority():
 
 def test_a_tie_goes_to_the_earlier_answer_and_no_answer_scores_nothing():
     assert evaluation_metrics([evaluated(0, [("1", 0.0), ("2", 1.0)])])["eval/maj@2"] == 0.0
-    assert evaluation_metrics([evaluated(0, [(None, 0.0), (None, 0.0)])])["eval/maj@2"] == 0.0
+    unanswered, answered = evaluated(0, [(None, 0.0), (None, 0.0)]), evaluated(1, [("1", 1.0), (None, 0.0)])
+    assert evaluation_metrics([unanswered, answered])["eval/maj@2"] == 0.5
+
+
+def test_a_reward_that_extracts_nothing_has_no_majority():
+    assert "eval/maj@2" not in evaluation_metrics([evaluated(0, [(None, 0.0), (None, 1.0)])])

@@ -41,8 +41,9 @@ def test_a_lost_request_is_asked_again(error):
     async def run(gates):
         router = Router(gates, deadline_s=5, retry_s=0.05)
         return await router.generate(request()), router
-    completion, router = asyncio.run(run([Gate([error, error])]))
-    assert completion.token_ids == [1] and router.outstanding == [0]
+    routed, router = asyncio.run(run([Gate([error, error])]))
+    assert routed.completion.token_ids == [1] and router.outstanding == [0]
+    assert routed.losses == (2 if isinstance(error, EngineLost) else 0)
     other = Gate()
     asyncio.run(run([Gate([error]), other]))
     assert other.served == 1

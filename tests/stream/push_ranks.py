@@ -39,6 +39,7 @@ def main(config: str, address: str, tp: int, pp: int, first: int, last: int) -> 
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, report)
         assert all(other == report for other in everyone), everyone
+        assert rank or list(sync.left) == [sync.pushes - 1], "the keys of earlier pushes are still in the store"
     sync.close()
     dist.barrier()
 

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from mrl.config.schema import Experiment
-from mrl.engine.api import EngineClosed, GenerateRequest, SyncError, Version
+from mrl.engine.api import EngineClosed, EngineLost, GenerateRequest, SyncError, Version
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from tests.stream.engines import ROOT, RUN_ID, alive
 from tests.stream.tiny import PROMPT, reference_log_probs, weights
@@ -179,6 +179,16 @@ def test_another_runs_trainer_is_refused(bench, pushing):
         bench.call("receive", replace(request, run_id="another"))
 
 
+def wait_restarted(bench, incarnation: int, processes: list[int]) -> None:
+    """Until the engine is up again, dirty, and nothing is left of the server before."""
+    deadline = time.monotonic() + 300
+    while (status := bench.call("status")).state != "dirty":
+        assert time.monotonic() < deadline and status.state == "starting", status
+        time.sleep(0.5)
+    assert status.incarnation == incarnation + 1
+    assert not any(alive(pid) for pid in processes)
+
+
 @pytest.mark.slow
 def test_a_killed_engine_comes_back_dirty_and_is_pushed_to_again(bench, pushing):
     push(bench, pushing)
@@ -196,14 +206,23 @@ def test_a_killed_engine_comes_back_dirty_and_is_pushed_to_again(bench, pushing)
             outcomes.add(type(error.cause if hasattr(error, "cause") else error).__name__)
     assert "EngineLost" in outcomes and outcomes <= {"EngineLost", "EngineClosed", "answered"}
     report, _ = push(bench, pushing)
-    assert "engine 0 is starting" in report.errors[0]
-    deadline = time.monotonic() + 300
-    while (status := bench.call("status")).state != "dirty":
-        assert time.monotonic() < deadline and status.state == "starting", status
-        time.sleep(0.5)
-    assert status.incarnation == incarnation + 1
-    assert not any(alive(pid) for pid in processes)
+    assert "engine 0 is starting" in report.absent[0] and report.errors == {} and not report.ok
+    wait_restarted(bench, incarnation, processes)
     with pytest.raises(EngineClosed, match="has not received any weights since its start"):
         bench.call("generate", REQUEST)
     report, tensors = push(bench, pushing)
     assert report.ok and report.verified and bench.log_prob_error(tensors) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_hung_engine_is_ended_and_comes_back(bench, pushing):
+    push(bench, pushing)
+    incarnation, processes = bench.call("status").incarnation, bench.call("processes")
+    request = wire_request(bench, pushing[1].plan.to_wire(), 1, bench.next_step())
+    subprocess.run(["kill", "-STOP", *map(str, processes[1:])], check=True)
+    with pytest.raises(EngineLost, match="did not answer mrl_prepare by the sync's deadline"):
+        bench.call("receive", replace(request, deadline_s=1.0))
+    assert bench.call("status").state == "starting"
+    wait_restarted(bench, incarnation, processes)
+    report, tensors = push(bench, pushing)
+    assert report.ok and bench.log_prob_error(tensors) < TOLERANCE

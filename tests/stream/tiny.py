@@ -58,7 +58,7 @@ def reference_log_probs(model: Path, tensors: dict[str, torch.Tensor], prompt: l
 
 @dataclass
 class FakeTrainer:
-    """What WeightSync needs of a trainer: this rank's shards of `weights`."""
+    """What WeightSync needs of a trainer: the spec of its model, and this rank's shards of `weights`."""
 
     model: Path
     layout: Layout
@@ -66,7 +66,8 @@ class FakeTrainer:
     te: bool = False
 
     def __post_init__(self):
-        self.plans = local_params(model_spec(read_config(self.model)), self.layout, self.coord, self.te)
+        self.spec = model_spec(read_config(self.model))
+        self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.params = {plan.name: torch.zeros(plan.shape) for plan in self.plans}
 
     def local_params(self) -> dict[str, torch.Tensor]:

@@ -2,8 +2,10 @@
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from mrl.reshard.spec import rope_problem
 from mrl.trainer.rope import inverse_frequencies
 
 SIZES = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
@@ -46,3 +48,15 @@ def test_llama3_divides_long_wavelengths_by_the_factor():
 def test_refused(rope, words):
     with pytest.raises(ValueError, match=words):
         inverse_frequencies(config(**rope))
+
+
+@pytest.mark.parametrize("rope", [
+    dict(factor=4.0), dict(factor=1.0), dict(factor=4.0, attention_factor=1.0), dict(factor=4.0, attention_factor=1.2),
+    dict(factor=4.0, mscale=1.0, mscale_all_dim=1.0), dict(factor=4.0, mscale=1.0, mscale_all_dim=0.5),
+    dict(factor=4.0, mscale=0.7),
+], ids=str)
+def test_attention_scaling_is_foreseen_as_transformers_computes_it(rope):
+    yarn = dict(rope_type="yarn", rope_theta=1e4, original_max_position_embeddings=64, **rope)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](config(**yarn), torch.device("cpu"))
+    assert (rope_problem(yarn) is None) == (factor == 1.0)
+    assert factor == 1.0 or f"attention by {factor:.4g}," in rope_problem(yarn)

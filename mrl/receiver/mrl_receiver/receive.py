@@ -133,12 +133,15 @@ class Receiver:
         """All buckets: a thread receives bucket i+1 while bucket i is put in place."""
         free = threading.Semaphore(len(self.ring))
         arrived: queue.Queue[Bucket | Exception] = queue.Queue()
+        given_up = threading.Event()
         seconds = {"receive_s": 0.0, "apply_s": 0.0}
 
         def pump() -> None:
             try:
                 for bucket in self.plan.buckets:
                     free.acquire()
+                    if given_up.is_set():
+                        return
                     began = time.monotonic()
                     flat = _slot(self.ring, bucket)
                     self.transports[bucket.stage].broadcast(flat, deadline).wait(deadline)
@@ -149,16 +152,23 @@ class Receiver:
 
         thread = threading.Thread(target=pump, name="mrl-receive", daemon=True)
         thread.start()
-        for route in self.routes:
-            received = arrived.get()  # the pump always puts something by the deadline
-            if isinstance(received, Exception):
-                raise received
-            began = time.monotonic()
-            route.apply(_slot(self.ring, received), self.load)
-            self._settle()
-            seconds["apply_s"] += time.monotonic() - began
+        try:
+            for route in self.routes:
+                received = arrived.get()  # the pump always puts something by the deadline
+                if isinstance(received, Exception):
+                    raise received
+                began = time.monotonic()
+                route.apply(_slot(self.ring, received), self.load)
+                self._settle()
+                seconds["apply_s"] += time.monotonic() - began
+                free.release()
+        except BaseException:  # the pump must neither wait for a buffer for ever nor fill one during a later sync
+            given_up.set()
             free.release()
-        thread.join()
+            self.close()
+            raise
+        finally:
+            thread.join()
         return seconds
 
     def _settle(self) -> None:

@@ -1,0 +1,152 @@
+"""RolloutWorker against stand-ins for engine gates: what it hands over, and what it does when versions mix."""
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from mrl.data.prompts import DataError
+from mrl.data.seeds import request_seed
+from mrl.engine.api import Completion, EngineClosed, EngineLost, Version
+from mrl.reward.pool import RewardError
+from mrl.rollout.types import GroupRequest
+from mrl.rollout.worker import RolloutWorker
+from tests.rollout.experiments import experiment
+from tools.make_quickstart import make_model, make_tokenizer
+
+END = make_tokenizer().eos_token_id
+
+
+class Gate:
+    """An engine gate that answers "46" and end-of-sequence, by the version it serves."""
+
+    def __init__(self, version=Version(0, 3), ids=None):
+        self.version, self.requests, self.generate = version, [], self
+        self.ids = ids or [*make_tokenizer().encode("46"), END]
+        self.before = lambda request: None
+
+    async def remote(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(0.001)
+        self.before(request)
+        if request.at_least and self.version < request.at_least:
+            raise EngineClosed("older")
+        return Completion(self.ids, [-0.1 * (i + 1) for i in range(len(self.ids))], "stop", self.version)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model(path, seed=0)
+    return path
+
+
+@pytest.fixture
+def make_worker(model, tmp_path):
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b)}) + "\n"
+                             for a, b in ((12, 34), (1, 2))))
+    made = []
+
+    def make(gates, **sections):
+        sections = {"model": {"path": str(model), "dtype": "float32"}, "data": {"train": str(train)},
+                    "reward": {"kind": "exact"}, **sections}
+        made.append(RolloutWorker(experiment(**sections), *gates))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.rewards.close()
+
+
+def run(worker, requests, version=Version(0, 3), kinds=("train",)):
+    async def sample():
+        await worker.prepare(kinds)
+        await worker.ask(requests, version)
+        groups = []
+        while len(groups) < len(requests):
+            groups += await worker.collect(5)
+        return sorted(groups, key=lambda group: group.request.group_id)
+    return asyncio.run(asyncio.wait_for(sample(), 60))
+
+
+def test_tokens_are_the_engines_own_and_only_sampled_ones_are_trained(make_worker):
+    gate = Gate()
+    group, = run(make_worker([gate]), [GroupRequest(7, 0, 4, 2, "train")])
+    for i, (t, request) in enumerate(zip(group.trajectories, gate.requests)):
+        start = len(request.prompt_ids)
+        assert t.tokens.dtype == np.int64 and t.tokens.tolist() == [*request.prompt_ids, *gate.ids]
+        assert t.loss_mask.tolist() == [False] * start + [True] * 3
+        np.testing.assert_allclose(t.rollout_log_prob, [0.0] * start + [-0.1, -0.2, -0.3], rtol=1e-6)
+        assert request.seed == request_seed(1, 4, 7, i)
+        assert (t.reward, t.response_text, t.version, t.finish_reason) == (1.0, "46", Version(0, 3), "stop")
+    assert group.answer == "46" and "12+34=?" in group.prompt_text and not group.regenerated
+
+
+def test_an_empty_completion_is_a_trajectory_of_its_prompt(make_worker):
+    gate = Gate()
+    gate.ids = []
+    group, = run(make_worker([gate]), [GroupRequest(0, 0, 0, 1, "train")])
+    assert group.trajectories[0].response_length == 0 and group.trajectories[0].reward == 0.0
+
+
+def test_a_group_never_mixes_versions_and_counts_as_regenerated(make_worker):
+    old, new = Gate(Version(0, 3)), Gate(Version(0, 4))  # one engine was restarted with newer weights
+    groups = run(make_worker([old, new]), [GroupRequest(i, i, 0, 6, "train") for i in range(2)])
+    for group in groups:
+        assert {t.version for t in group.trajectories} in ({Version(0, 3)}, {Version(0, 4)})
+        assert group.regenerated == (group.version != Version(0, 3))
+    assert any(group.regenerated for group in groups)
+
+
+def test_an_engine_that_missed_a_push_is_not_used(make_worker):
+    stale, fresh = Gate(Version(0, 2)), Gate(Version(0, 3))
+    group, = run(make_worker([stale, fresh]), [GroupRequest(0, 0, 0, 4, "train")])
+    assert {t.version for t in group.trajectories} == {Version(0, 3)} and not group.regenerated
+
+
+def test_a_lost_engine_is_counted_even_when_its_weights_come_back(make_worker):
+    gate, lost = Gate(), []
+
+    def die_once(request):
+        if not lost:
+            lost.append(request)
+            raise EngineLost("died")
+    gate.before = die_once
+    group, = run(make_worker([gate]), [GroupRequest(0, 0, 0, 3, "train")])
+    assert group.regenerated and group.version == Version(0, 3) and len(group.trajectories) == 3
+
+
+def test_cancel_forgets_what_was_asked(make_worker):
+    gate = Gate()
+    worker = make_worker([gate])
+
+    async def check():
+        await worker.prepare(("train",))
+        gate.version = Version(0, 0)  # closed for everything that is asked
+        await worker.ask([GroupRequest(0, 0, 0, 2, "train")], Version(0, 3))
+        await asyncio.sleep(0.05)
+        await worker.cancel()
+        assert not worker.tasks and await worker.collect(0.05) == []
+    asyncio.run(check())
+
+
+def test_a_broken_rollout_is_reported_not_lost(make_worker):
+    gate = Gate()
+    gate.before = lambda request: (_ for _ in ()).throw(ValueError("bug"))
+    with pytest.raises(RuntimeError, match="a rollout failed: ValueError"):
+        run(make_worker([gate]), [GroupRequest(0, 0, 0, 2, "train")])
+
+
+@pytest.mark.parametrize("sections, error, words", [
+    ({"data": {"train": "{train}", "max_prompt_tokens": 3}}, DataError, "row 0.*max_prompt_tokens"),
+    ({"reward": {"kind": "math"}, "data": {"train": "{train}", "answer_key": "nothing"}}, RewardError, "row 0")])
+def test_bad_prompts_and_answers_are_named_by_row(make_worker, tmp_path, sections, error, words):
+    train = tmp_path / "bad.jsonl"
+    train.write_text(json.dumps({"prompt": "what?", "answer": "?", "nothing": ""}) + "\n")
+    sections["data"]["train"] = str(train)
+    worker = make_worker([Gate()], **sections)
+    with pytest.raises(error, match=words):
+        asyncio.run(worker.prepare(("train",)))
