@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -30,8 +31,12 @@ class Fleet:
     @classmethod
     def connect(cls, engines: int, workers: int) -> Fleet:
         """The actors that the launcher made, from another process of the same Ray namespace."""
-        return cls([ray.get_actor(f"engine-{i}") for i in range(engines)],
-                   [ray.get_actor(f"worker-{i}") for i in range(workers)])
+        return cls(find_engines(engines), [ray.get_actor(f"worker-{i}") for i in range(workers)])
+
+
+def find_engines(count: int) -> list:
+    """The gates of all engines, by name, in any process of the run."""
+    return [ray.get_actor(f"engine-{i}") for i in range(count)]
 
 
 def connect_ray(address: str, namespace: str) -> None:
@@ -79,7 +84,7 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
                 experiment, index, run_id, run_dir, gpus if experiment.cluster.device == "cuda" else (), load_weights))
         # A worker that dies is restarted empty, and RolloutService asks it again. A gate is not: its server went with it.
         actor = ray.remote(num_cpus=0, max_concurrency=1_000, max_restarts=-1)(RolloutWorker)
-        workers = [actor.options(name=f"worker-{i}").remote(experiment, *engines)
+        workers = [actor.options(name=f"worker-{i}").remote(experiment, partial(find_engines, len(engines)))
                    for i in range(experiment.rollout.workers)]
         kinds = ("eval",) if load_weights else ("train", "eval")
         preparing = [worker.prepare.remote(kinds) for worker in workers]

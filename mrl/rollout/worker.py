@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
 class RolloutWorker:
     """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
 
-    def __init__(self, experiment: Experiment, *engines: Any):
-        """`engines`: handles, one argument each: inside a list Ray could not hand them to a restarted worker."""
+    def __init__(self, experiment: Experiment, find_engines: Callable[[], list]):
+        """`find_engines` gives the handles: a worker that Ray restarts must find them anew."""
         self.experiment = experiment
-        self.router = Router(list(engines), experiment.loop.collect_timeout_s)
+        self.router = Router(find_engines(), experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
         self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}

@@ -53,7 +53,7 @@ def make_worker(model, tmp_path):
     def make(gates, **sections):
         sections = {"model": {"path": str(model), "dtype": "float32"}, "data": {"train": str(train)},
                     "reward": {"kind": "exact"}, **sections}
-        made.append(RolloutWorker(experiment(**sections), *gates))
+        made.append(RolloutWorker(experiment(**sections), lambda: gates))
         return made[-1]
 
     yield make
