@@ -5,27 +5,17 @@
 from __future__ import annotations
 
 import pickle
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.schema import Checkpoint
 from mrl.rollout.types import Group
+from mrl.trainer.files import checkpoint_dir, saved_steps
 
 if TYPE_CHECKING:  # the launcher, which asks for saved steps, needs no Megatron
     from mrl.rollout.service import RolloutService
     from mrl.trainer.trainer import Trainer
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    """The steps of a run's complete checkpoints, oldest first."""
-    found = (re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step_*"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def checkpoint_dir(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
 class Checkpoints:

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from mrl.cluster.checkpoints import saved_steps
 from mrl.cluster.fleet import STOP_TIMEOUT_S, ray_address, start_fleet
 from mrl.cluster.placement import place, with_device
 from mrl.config.errors import ConfigError, UserError
@@ -18,6 +17,7 @@ from mrl.config.resume import resume_problems
 from mrl.config.schema import Experiment
 from mrl.engine.guard import guard_this_process
 from mrl.engine.process import ProcessTree
+from mrl.trainer.files import saved_steps
 
 FOLLOW_S = 0.2
 

@@ -61,15 +61,16 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> l
     advantages = group_advantages(rewards, ids, algorithm.normalize_by_std)
 
     samples = [_sample(t, float(a)) for t, a in zip(trajectories, advantages)]
-    shares = [Batch([]) for _ in range(replicas)]
     size = len(groups) // batch.minibatches
-    for m in range(batch.minibatches):
-        chosen = groups[m * size:(m + 1) * size]
-        first = sum(len(g.trajectories) for g in groups[:m * size])
-        members = samples[first:first + sum(len(g.trajectories) for g in chosen)]
-        for sample, weight in zip(members, token_weights([s["loss_mask"] for s in members], algorithm.aggregation)):
-            sample["token_weight"] = weight
-        lengths = [len(s["tokens"]) for s in members]
+    minibatch_of = [position // size for position, group in enumerate(groups) for _ in group.trajectories]
+    weights = token_weights([s["loss_mask"] for s in samples], algorithm.aggregation, minibatch_of)
+    for sample, weight in zip(samples, weights):
+        sample["token_weight"] = weight
+
+    shares = [Batch([]) for _ in range(replicas)]
+    for minibatch in range(batch.minibatches):
+        members = [sample for sample, own in zip(samples, minibatch_of) if own == minibatch]
+        lengths = [len(sample["tokens"]) for sample in members]
         for share, microbatches in zip(shares, assign(lengths, replicas, batch.max_tokens_per_microbatch)):
             share.minibatches.append([[members[i] for i in indices] for indices in microbatches])
     return shares

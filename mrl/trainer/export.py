@@ -1,7 +1,6 @@
 """A checkpoint of a run as an ordinary Hugging Face model directory: offline, one process, no torch.distributed."""
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from mrl.config.load import load_experiment
 from mrl.reshard import Coord, model_spec, read_config
 from mrl.reshard.export import export_tensors, save_hf
-from mrl.trainer.files import model_directory, read_meta, weights_file
+from mrl.trainer.files import checkpoint_dir, model_directory, read_meta, saved_steps, weights_file
 
 
 def export_run(run: Path, step: int | None, out: Path) -> Path:
@@ -41,11 +40,10 @@ def export_checkpoint(checkpoint: Path, model: Path, out: Path) -> Path:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    folder = run / "checkpoints"
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", path.name))}
-    if not found:
-        raise FileNotFoundError(f"{folder} holds no checkpoints (step_N); is {run} a run directory?")
-    wanted = max(found) if step is None else step
-    if wanted not in found:
-        raise FileNotFoundError(f"no checkpoint of step {wanted} in {folder}; there are {sorted(found)}")
-    return found[wanted]
+    steps = saved_steps(run)
+    if not steps:
+        raise FileNotFoundError(f"{run}/checkpoints holds no checkpoints (step_N); is {run} a run directory?")
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise FileNotFoundError(f"no checkpoint of step {wanted} in {run}/checkpoints; there are {steps}")
+    return checkpoint_dir(run, wanted)

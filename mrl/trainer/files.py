@@ -1,7 +1,8 @@
-"""Where weights lie on disk: model directories, and the files of a checkpoint. Imports neither torch nor Megatron."""
+"""Where weights lie on disk: model directories, a run's checkpoints, their files. Imports neither torch nor Megatron."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ def model_directory(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path))
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of `step`."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    found = (re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def weights_file(coord: Coord) -> str:

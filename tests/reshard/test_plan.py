@@ -119,3 +119,13 @@ def test_ten_thousand_ranks_are_planned_in_seconds():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan_sync(model_spec(hf_config("llama")), Layout(), *arguments, te=False)
+
+
+@pytest.mark.parametrize("tp, padded", [(8, 152576), (4, 152064)])
+def test_qwens_vocabulary_leaves_unpadded(tp, padded):
+    config = {**hf_config("qwen2"), "vocab_size": 151936, "num_attention_heads": 8, "num_key_value_heads": 8,
+              "hidden_size": 64, "intermediate_size": 128}
+    layout = Layout(tp=tp)
+    plan = plan_sync(model_spec(config), layout, 2**20, "bfloat16", te=False)
+    item, = (item for bucket in plan.buckets for item in bucket.items if item.name == "model.embed_tokens.weight")
+    assert item.shape == (151936, 64) and layout.padded_vocab(151936) == padded

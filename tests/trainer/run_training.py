@@ -72,9 +72,9 @@ def first(folder: Path, platform) -> None:
             with pytest.raises(RuntimeError, match="algorithm.kl.coef is 0"):
                 trainer.use_reference()
         run = folder / f"run_{name}"
-        trainer.save(run / "checkpoints" / "step_2")
+        trainer.save(run / "checkpoints" / "step_000002")
         # Again, as after a restart; now with a file of the loop's.
-        trainer.save(run / "checkpoints" / "step_2", {"loop": b"batch"} if dist.get_rank() == 0 else {})
+        trainer.save(run / "checkpoints" / "step_000002", {"loop": b"batch"} if dist.get_rank() == 0 else {})
         trainer.export(run / "exported")
         samples = [sample for microbatch in rows for sample in microbatch]
         torch.save((samples, trainer.log_probs(rows)), run / f"log_probs{dist.get_rank()}.pt")
@@ -91,14 +91,14 @@ def resume(folder: Path, platform) -> None:
     for name in RUNS:
         trainer = build(folder, name, platform)
         run = folder / f"run_{name}"
-        trainer.load(run / "checkpoints" / "step_2")
+        trainer.load(run / "checkpoints" / "step_000002")
         rows = microbatches(trainer, batch)
         for _ in range(2):
             trainer.train(rows, loss_fn)
         assert_identical(snapshot(trainer), torch.load(run / f"final{dist.get_rank()}.pt"))
         if name == "pipeline":
             with pytest.raises(ValueError, match=r"tp 2, pp 1, dp 1.*tp 1, pp 2, dp 1"):
-                trainer.load(folder / "run_tensor" / "checkpoints" / "step_2")
+                trainer.load(folder / "run_tensor" / "checkpoints" / "step_000002")
             with pytest.raises(FileNotFoundError, match="not a checkpoint"):
                 trainer.load(folder / "nowhere")
 

@@ -34,7 +34,7 @@ def test_export_is_the_model_that_was_trained(trained, name, tmp_path):
     run = trained / f"run_{name}"
     out = export_run(run, None, tmp_path / "hf")
     samples, log_probs = torch.load(run / "log_probs0.pt")
-    assert (run / "checkpoints" / "step_2" / "loop").read_bytes() == b"batch"
+    assert (run / "checkpoints" / "step_000002" / "loop").read_bytes() == b"batch"
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["checkpoints", "exported"]
     assert (run / "exported" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     assert "lm_head.weight" not in load_file(out / "model.safetensors")  # tied: the embedding leaves once

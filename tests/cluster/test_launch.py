@@ -1,0 +1,70 @@
+"""The launcher's own decisions: run directories, resuming, when to give up. Running it for real is in tests/e2e."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mrl.cluster import launch
+from mrl.config.errors import ConfigError, UserError
+from tests.rollout.experiments import experiment
+
+
+def test_a_new_run_directory_holds_the_resolved_experiment(tmp_path):
+    run_dir = launch.prepare_run_dir(experiment(log={"dir": str(tmp_path)}), None)
+    assert run_dir.parent == tmp_path and run_dir.name.startswith("experiment-")
+    assert (run_dir / "logs").is_dir() and "prompts_per_step: 2" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_run_is_resumed_with_more_steps_but_not_as_another_experiment(tmp_path, capsys):
+    run_dir = launch.prepare_run_dir(experiment(), tmp_path / "run")
+    (run_dir / "checkpoints" / "step_000002").mkdir(parents=True)
+    launch.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
+    assert "resuming from checkpoint step 2 of 5" in capsys.readouterr().out
+    launch.prepare_run_dir(experiment(), run_dir)
+    assert "all of them: raise loop.steps" in capsys.readouterr().out
+    before = (run_dir / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="batch.samples_per_prompt"):
+        launch.prepare_run_dir(experiment(batch={"samples_per_prompt": 3}), run_dir)
+    assert (run_dir / "config.yaml").read_text() == before
+
+
+def test_a_directory_with_other_things_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds no run"):
+        launch.prepare_run_dir(experiment(), tmp_path)
+
+
+@pytest.fixture
+def attempts(monkeypatch, tmp_path):
+    """Runs `run_gang` with attempts that fail or succeed and train some steps, as listed; returns (code, attempts)."""
+    def run(outcomes: list[tuple[int, int]], max_restarts: int = 3) -> tuple[int, list[int]]:
+        made = []
+
+        def attempt(exp, run_dir, number, lines):
+            code, steps = outcomes[len(made)]
+            made.append(number)
+            with open(run_dir / "metrics.jsonl", "a") as file:
+                file.writelines(json.dumps({"kind": "train"}) + "\n" for _ in range(steps))
+            return code, "why"
+        monkeypatch.setattr(launch, "run_attempt", attempt)
+        return launch.run_gang(experiment(trainer={"max_restarts": max_restarts}), tmp_path), made
+    return run
+
+
+def test_the_gang_is_restarted_as_often_as_allowed(attempts):
+    assert attempts([(1, 2), (1, 2), (0, 2)]) == (0, [0, 1, 2])
+    assert attempts([(1, 2), (9, 2)], max_restarts=1) == (9, [3, 4])
+
+
+def test_two_attempts_without_a_step_end_it(attempts, capsys):
+    assert attempts([(1, 3), (1, 0), (1, 0), (0, 9)]) == (1, [0, 1, 2])
+    assert "two attempts in a row trained no step" in capsys.readouterr().err
+
+
+def test_closing_words_name_the_accuracy_and_what_to_do_next(tmp_path):
+    rows = [{"kind": "eval", "eval/mean@1": 0.25}, {"kind": "train"}, {"kind": "eval", "eval/mean@1": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = launch.closing_words(experiment(), tmp_path, 0)
+    assert "held-out mean@1: 0.250 before, 0.750 after" in words and f"mrl export {tmp_path} --step 2" in words
+    assert f"--run-dir {tmp_path}" in launch.closing_words(experiment(), tmp_path, 1)

@@ -1,0 +1,56 @@
+"""What a run writes about itself."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mrl.config.schema import Log
+from mrl.observe.runlog import RunLog
+from mrl.stream.sync import PushReport
+from tests.rollout.groups import group
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = RunLog(tmp_path, Log(trajectories_per_step=2, logprob_diff_alarm=0.1), steps=9, attempt=1)
+    yield made
+    made.close()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+STEP = {"reward/mean": 0.5, "rollout/accuracy": 0.5, "rollout/response_length": 3.0, "rollout/logprob_diff": 0.01,
+        "actor/grad_norm": 1.0, "actor/update_skipped": 0.0, "timing/step": 2.0, "timing/sync": 0.5, "timing/gen": 0.0}
+
+
+def test_a_step_is_a_row_a_line_and_a_curve(log, tmp_path):
+    log.step(3, STEP)
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 3, "attempt": 1, "kind": "train", **STEP}]
+    progress = (tmp_path / "progress.log").read_text()
+    assert "step 3/9 reward 0.500 acc 0.500 len 3.0 logprob_diff 0.0100" in progress and "2.00s = sync 0.50" in progress
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_what_should_worry_is_said(log, tmp_path):
+    log.step(3, {**STEP, "rollout/logprob_diff": 0.3, "actor/update_skipped": 1.0})
+    progress = (tmp_path / "progress.log").read_text()
+    assert "disagree on log-probabilities by 0.300" in progress and "an update was skipped" in progress
+
+
+def test_an_evaluation_is_logged_under_the_step_that_asked(log, tmp_path):
+    groups = [group(i, [1.0], kind="eval") for i in range(3)]
+    log.evaluation(groups)
+    row, = lines(tmp_path / "metrics.jsonl")
+    assert (row["step"], row["kind"], row["eval/mean@1"], row["eval/prompts"]) == (0, "eval", 1.0, 3)
+    assert len(lines(tmp_path / "trajectories" / "eval_000000.jsonl")) == 2
+
+
+def test_a_failed_push_names_the_engine(log, tmp_path):
+    log.push(4, PushReport(version="1:4", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, bytes=10,
+                           errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
+    progress = (tmp_path / "progress.log").read_text()
+    assert "engine 1 did not take the weights of step 4: broken" in progress and "engine 2" in progress
+    assert "engine 0" not in progress
