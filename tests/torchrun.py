@@ -10,10 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(script: Path, ranks: int, *args: str | Path, timeout_s: float = 300.0) -> str:
-    """Output of `script` on `ranks` CPU processes. AssertionError with the end of the output when one of them fails."""
+def torchrun(script: Path, ranks: int, *args: str | Path, timeout_s: float = 300.0, gpus: bool = False) -> str:
+    """Output of `script` on `ranks` processes, which see no GPU unless `gpus`. AssertionError with the end of the
+    output when one of them fails."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-           "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+           "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                str(script), *map(str, args)]
     process = subprocess.Popen(command, env=env, cwd=ROOT, text=True, start_new_session=True,

@@ -82,7 +82,7 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
         for index, gpus in enumerate(place(experiment, trainers=not load_weights).engines):
             engines.append(gate.options(name=f"engine-{index}").remote(
                 experiment, index, run_id, run_dir, gpus if experiment.cluster.device == "cuda" else (), load_weights))
-        # A worker that dies is restarted empty, and RolloutService asks it again. A gate is not: its server went with it.
+        # A worker that dies is restarted empty, and RolloutService asks it again. A gate is not: its server went too.
         actor = ray.remote(num_cpus=0, max_concurrency=1_000, max_restarts=-1)(RolloutWorker)
         workers = [actor.options(name=f"worker-{i}").remote(experiment, partial(find_engines, len(engines)))
                    for i in range(experiment.rollout.workers)]

@@ -29,7 +29,8 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
                 *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
-                *_check_shared_memory(exp, visible_gpus), *_check_reward(exp)]
+                *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
+                *_check_reward(exp)]
     if exp.eval.every and exp.data.eval is None:
         problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
                                 "set data.eval, or eval.every: 0"))
@@ -203,6 +204,13 @@ def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[
                       "the engine must be told its share",
                       "for example rollout.args: [--gpu-memory-utilization=0.35] (mrl check shows what the trainer "
                       "needs), or loop.mode: one_step_overlap")
+
+
+def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
+    device = resolved_device(exp, visible_gpus)
+    if exp.sync.transport == "nccl" and (device == "cpu" or exp.loop.mode == "colocated_sync"):
+        yield Problem("sync.transport", "nccl", "gloo: NCCL connects a trainer's GPU to another one, and there is none "
+                      f"with cluster.device {device} and loop.mode {exp.loop.mode}", "use auto or gloo")
 
 
 def _check_reward(exp: Experiment) -> Iterator[Problem]:

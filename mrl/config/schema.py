@@ -137,7 +137,8 @@ class Rollout(Section):
 
 
 class Sync(Section):
-    transport: Literal["auto", "gloo"] = Field("auto", description="how buckets travel; auto: the fastest one there is")
+    transport: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
     buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
     verify_every: NonNegativeInt = Field(

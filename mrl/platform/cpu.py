@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from typing import Any, Callable
 
@@ -139,6 +140,9 @@ def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _patch_megatron() -> None:
+    # Where Transformer Engine is installed, Megatron takes its optimizer and norms, which need a GPU.
+    sys.modules["transformer_engine"] = None
+
     # Small fused functions are decorated with torch.compile on import: each would cost a run of the C++ compiler, for
     # no gain on the CPU.
     real_compile, torch.compile = torch.compile, lambda function: function

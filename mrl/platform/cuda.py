@@ -1,6 +1,7 @@
 """NVIDIA GPUs: NCCL, Transformer Engine layers when it is installed."""
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 import torch
@@ -15,9 +16,7 @@ class CudaPlatform(Platform):
     backend = "nccl"
 
     def __init__(self) -> None:
-        # The PyTorch half is a package of its own: the name `transformer_engine` alone may be importable without it.
-        self.uses_te = all(importlib.util.find_spec(m) is not None
-                           for m in ("transformer_engine", "transformer_engine_torch"))
+        self.uses_te = importlib.util.find_spec("transformer_engine") is not None and _has_te_for_torch()
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -42,3 +41,17 @@ class CudaPlatform(Platform):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
+
+
+def _has_te_for_torch() -> bool:
+    """Whether Transformer Engine's PyTorch half is there: a package of its own, without which the other is of no use.
+
+    Built from source it is a module; from PyPI a library inside the other half, which only the metadata tell of.
+    """
+    if importlib.util.find_spec("transformer_engine_torch") is not None:
+        return True
+    try:
+        importlib.metadata.distribution("transformer_engine_torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

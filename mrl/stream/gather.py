@@ -10,6 +10,7 @@ from typing import Mapping, Optional
 import torch
 import torch.distributed as dist
 
+from mrl.receiver.mrl_receiver.links import finish_stream
 from mrl.reshard.plan import Bucket
 from mrl.reshard.views import Views, assemble_views, pack_views
 
@@ -67,8 +68,7 @@ class StageBuckets:
         if self.sender:
             sources, targets = self.assemble_views[position]
             torch._foreach_copy_(targets, sources)
-            if self.ring[0].device.type != "cpu":
-                torch.accelerator.synchronize(self.ring[0].device)  # another thread sends it
+            finish_stream(self.ring[0].device)  # another thread sends it
 
 
 def _direct_views(bucket: Bucket, params: Mapping[str, torch.Tensor], flat: torch.Tensor) -> Views:

@@ -10,8 +10,9 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from mrl.receiver.mrl_receiver.links import (SENDER_RANK, TRANSPORTS, LinkError, Pending, Transport, address_towards,
+from mrl.receiver.mrl_receiver.links import (SENDER_RANK, LinkError, Meeting, Pending, Transport, failed_key,
                                              open_store)
+from mrl.receiver.mrl_receiver.transports import connect
 from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
 
 logger = logging.getLogger(__name__)
@@ -19,11 +20,6 @@ logger = logging.getLogger(__name__)
 READY_POLL_S = 0.005
 START_SHARE = 0.5
 """Share of a sync's time after which an engine that has not joined is left out, so that the others can finish."""
-
-
-def failed_key(push: int, engine: int) -> str:
-    """Store key that rank 0 sets when an engine has answered a push with an error."""
-    return f"push/{push}/failed/{engine}"
 
 
 @dataclass(frozen=True)
@@ -36,10 +32,12 @@ class Target:
 
 @dataclass
 class Links:
-    """The links of the sender of one stage. `store` is this thread's connection to the weight store."""
+    """The links of the sender of one stage. `store` is this thread's connection to the weight store; the buffers that
+    are sent lie on `device`."""
 
     stage: int
     store: dist.Store
+    device: torch.device
     open: dict[int, Transport] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -56,7 +54,7 @@ class Links:
             for engine, target in [*waiting.items()]:
                 if self.store.check([ready_key(target.request, worker) for worker in range(target.workers)]):
                     ready.append(waiting.pop(engine))
-                elif self.store.check([failed_key(target.request.push, engine)]):
+                elif self.store.check([failed_key(target.request.link)]):
                     del waiting[engine]
                     self.drop(engine, "the engine refused the sync")
                 elif time.monotonic() > deadline:
@@ -102,9 +100,9 @@ class Links:
         request = target.request
         try:
             store = open_store(request.store_host, request.store_port, deadline)
-            self.open[request.engine] = TRANSPORTS[request.transport](
-                store, f"{request.link}/{self.stage}", SENDER_RANK, 1 + target.workers,
-                address_towards(request.store_host), deadline)
+            self.open[request.engine] = connect(request.transport, Meeting(
+                store, request.store_host, request.link, self.stage, SENDER_RANK, 1 + target.workers, self.device),
+                deadline)
         except LinkError as error:
             self.drop(request.engine, str(error))
 

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 
 from mrl.receiver.mrl_receiver.checksum import checksum, whole
+from mrl.receiver.mrl_receiver.links import own_stream
 from mrl.stream.gather import StageBuckets
 from mrl.stream.links import Links, Target
 
@@ -63,27 +64,30 @@ class _SenderThread(threading.Thread):
         self.crash: Optional[BaseException] = None
 
     def run(self) -> None:
-        position = 0
         try:
-            deadline = time.monotonic() + self.timeout_s
-            self.links.begin(self.targets, self.timeout_s)
-            engines = [target.request.engine for target in self.targets]
-            verifying = [target.request.engine for target in self.targets if target.request.verify]
-            sums: list[int] = []
-            for position in range(len(self.stage.buckets)):
-                self.filled.acquire()
-                began = time.monotonic()
-                add_sums = (lambda: sums.extend(self._checksums(position))) if verifying else (lambda: None)
-                self.links.broadcast(engines, self.stage.flat(position), deadline, meanwhile=add_sums)
-                self.sent.send_s += time.monotonic() - began
-                self.free.release()
-            if verifying:
-                message = torch.tensor(sums, dtype=torch.int64, device=self.stage.ring[0].device)
-                self.links.broadcast(verifying, message, deadline)
+            with own_stream(self.stage.ring[0].device):
+                self._send_all()
         except BaseException as error:  # handed to the main thread, which must not hang in `free` meanwhile
             self.crash = error
-            for _ in range(position, len(self.stage.buckets)):
+            for _ in self.stage.buckets:
                 self.free.release()
+
+    def _send_all(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        self.links.begin(self.targets, self.timeout_s)
+        engines = [target.request.engine for target in self.targets]
+        verifying = [target.request.engine for target in self.targets if target.request.verify]
+        sums: list[int] = []
+        for position in range(len(self.stage.buckets)):
+            self.filled.acquire()
+            began = time.monotonic()
+            add_sums = (lambda: sums.extend(self._checksums(position))) if verifying else (lambda: None)
+            self.links.broadcast(engines, self.stage.flat(position), deadline, meanwhile=add_sums)
+            self.sent.send_s += time.monotonic() - began
+            self.free.release()
+        if verifying:
+            message = torch.tensor(sums, dtype=torch.int64, device=self.stage.ring[0].device)
+            self.links.broadcast(verifying, message, deadline)
 
     def _checksums(self, position: int) -> list[int]:
         """Of the HF tensors in a bucket, in order."""

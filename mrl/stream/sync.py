@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import EngineStatus, SyncResult, Version
-from mrl.receiver.mrl_receiver.links import address_towards
+from mrl.receiver.mrl_receiver.links import address_towards, failed_key
 from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
 from mrl.reshard.layout import Coord
 from mrl.reshard.plan import plan_sync
 from mrl.stream.gather import StageBuckets
-from mrl.stream.links import Links, Target, failed_key
+from mrl.stream.links import Links, Target
 from mrl.stream.pipeline import Sent, stream
 
 logger = logging.getLogger(__name__)
@@ -104,9 +105,11 @@ class WeightSync:
         self.store, self.store_host = self._open_store(host)
         # A wait in one connection to the store blocks every other use of it, and engines' failures come at any time.
         self.signals = dist.TCPStore(self.store_host, self.store.port, is_master=False) if self.rank == 0 else None
+        device = next(iter(trainer.local_params().values())).device
+        self.transport = _transport(experiment, device)
         self.links: Optional[Links] = None
         if self.rank == trainer.layout.sender(self.coord.pp):
-            self.links = Links(self.coord.pp, self.store)
+            self.links = Links(self.coord.pp, self.store, device)
         self.stage: Optional[StageBuckets] = None
         self.known = [_Known() for _ in engines or []]
         self.name = uuid.uuid4().hex[:8]  # an engine must not take the links of a restarted gang for its old ones
@@ -171,7 +174,8 @@ class WeightSync:
             calls.targets.append(Target(request, status.world_size))
             full = replace(request, plan=self.plan.to_wire()) if request.connect else request
             calls.futures[index] = self.engines[index].receive.remote(full).future()
-            calls.futures[index].add_done_callback(lambda done, index=index: self._spread_failure(number, index, done))
+            calls.futures[index].add_done_callback(
+                lambda done, link=request.link: self._spread_failure(link, done))
         return calls
 
     def _request(self, number: int, version: Version, status: EngineStatus) -> SyncRequest:
@@ -184,17 +188,16 @@ class WeightSync:
             known.link = f"{self.name}/{number}/{status.index}"
         every = self.settings.verify_every
         verify = known.syncs == 0 or (every > 0 and known.syncs % every == 0)
-        transport = "gloo" if self.settings.transport == "auto" else self.settings.transport
         return SyncRequest(
             run_id=self.run_id, engine=status.index, incarnation=status.incarnation, version=tuple(version),
             push=number, link=known.link, connect=connecting, store_host=self.store_host, store_port=self.store.port,
-            plan={}, buffers=self.settings.buffers, transport=transport, verify=verify,
+            plan={}, buffers=self.settings.buffers, transport=self.transport, verify=verify,
             deadline_s=self.settings.timeout_s)
 
-    def _spread_failure(self, number: int, index: int, future: Future) -> None:
-        """Tell senders that still wait for an engine that it will not come."""
+    def _spread_failure(self, link: str, future: Future) -> None:
+        """Tell senders that still wait for an engine, before or during the transfer, that it will not come."""
         if future.cancelled() or future.exception() is not None:
-            self.signals.set(failed_key(number, index), "1")
+            self.signals.set(failed_key(link), "1")
 
     def _conclude(self, number: int, version: Version, calls: _Calls, began: float) -> PushReport:
         """Wait for the senders and the engines, and judge."""
@@ -216,7 +219,7 @@ class WeightSync:
                 logger.warning("push of version %s to engine %d failed: %s", version, index, errors[index])
         self.left[number] = [
             f"push/{number}/targets", f"push/{number}/report", *(f"push/{number}/sent/{rank}" for rank in ranks),
-            *(failed_key(number, index) for index in calls.futures),
+            *(failed_key(target.request.link) for target in calls.targets),
             *(ready_key(target.request, worker) for target in calls.targets for worker in range(target.workers))]
         return PushReport(
             version=str(version), seconds=time.monotonic() - began,
@@ -278,6 +281,13 @@ class WeightSync:
 def _heard_key(push: int) -> str:
     """Store key that counts the ranks that have the report of a push, beside rank 0."""
     return f"push/{push}/heard"
+
+
+def _transport(experiment: Experiment, device: torch.device) -> str:
+    """sync.transport, with `auto` decided: NCCL between GPUs, but it refuses two ranks on the same one."""
+    if experiment.sync.transport != "auto":
+        return experiment.sync.transport
+    return "nccl" if device.type == "cuda" and experiment.loop.mode == "one_step_overlap" else "gloo"
 
 
 def _words(error: Exception) -> str:

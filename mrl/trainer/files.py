@@ -1,4 +1,4 @@
-"""Where weights lie on disk: model directories, a run's checkpoints, their files. Imports neither torch nor Megatron."""
+"""Where weights lie on disk: model directories, a run's checkpoints, their files. Needs neither torch nor Megatron."""
 from __future__ import annotations
 
 import json

@@ -168,7 +168,8 @@ class Trainer:
 
     def _run(self, microbatches: Sequence[Sequence[Sample]], on_logits: Callable) -> list:
         """Megatron's schedule over the microbatches; what `on_logits` reported, on the last stage (else [])."""
-        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        # Transformer Engine cannot tell the memory layout of q, k and v in a row of a single token.
+        multiple = self.layout.tp if self.config.sequence_parallel else 2 if self.te else 1
         packed = [pack(samples, multiple).to(self.platform.device()) for samples in microbatches]
         forward_only = not torch.is_grad_enabled()
         return get_forward_backward_func()(

@@ -93,6 +93,11 @@ def test_auto_is_the_cpu_only_without_gpus(experiment_file, hf_config):
     assert [resolved_device(exp, gpus) for gpus in (0, 2, None)] == ["cpu", "cuda", "cuda"]
 
 
+@pytest.mark.parametrize("overrides", [["cluster.device=cpu"], [*COLOCATED, "cluster.gpus=2", "cluster.device=cuda"]])
+def test_nccl_needs_a_gpu_on_each_side(experiment_file, hf_config, overrides):
+    assert "use auto or gloo" in found(experiment_file, hf_config, *overrides, "sync.transport=nccl")["sync.transport"]
+
+
 def test_bfloat16_on_cpu(experiment_file, hf_config):
     assert "float32 on cpu" in found(experiment_file, hf_config, "model.dtype=bfloat16")["model.dtype"]
     assert found(experiment_file, hf_config, "model.dtype=bfloat16", "cluster.device=cuda") == {}

@@ -15,7 +15,8 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from mrl.engine.guard import guard_this_process
 guard_this_process(0.5)
-orphan = "import os, signal, time; os.fork() and os._exit(0); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+orphan = ("import os, signal, time; os.fork() and os._exit(0); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+          "time.sleep(60)")
 subprocess.run([sys.executable, "-c", orphan], start_new_session=True)
 print("ready", flush=True)
 if sys.argv[1] == "exit":

@@ -1,4 +1,6 @@
 """Choosing a platform, and what the CPU one changes."""
+import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from mrl.platform import get_platform
+from mrl.platform.cuda import CudaPlatform
 
 
 def test_auto_is_cpu_without_a_gpu(monkeypatch):
@@ -20,6 +23,22 @@ def test_auto_is_cuda_with_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     platform = get_platform("auto")
     assert (platform.name, platform.backend) == ("cuda", "nccl")
+
+
+@pytest.mark.parametrize(("modules", "packages", "expected"), [
+    ((), (), False),
+    (("transformer_engine",), (), False),
+    (("transformer_engine",), ("transformer_engine_torch",), True),
+    (("transformer_engine", "transformer_engine_torch"), (), True),
+])
+def test_transformer_engine_needs_both_halves(monkeypatch, modules, packages, expected):
+    def distribution(name):
+        if name not in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in modules else None)
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    assert CudaPlatform().uses_te is expected
 
 
 def test_unknown_device():

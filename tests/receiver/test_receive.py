@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.receiver.mrl_receiver.links import GlooTransport, LinkError, open_store
+from mrl.receiver.mrl_receiver.gloo import GlooTransport
+from mrl.receiver.mrl_receiver.links import LinkError, Meeting, open_store
 from mrl.receiver.mrl_receiver.receive import Receiver, Refused
 from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest, ready_key
 from tests.receiver.toy import ToyModel, expect, flat_of, tensors, wire_plan
@@ -33,8 +34,9 @@ class Sender:
         self.store.wait([ready_key(request, worker) for worker in range(self.workers)])
         if self.transport is None:
             store = open_store("127.0.0.1", self.store.port, time.monotonic() + 20)
-            self.transport = GlooTransport(store, f"{request.link}/0", 0, 1 + self.workers, "127.0.0.1",
-                                           time.monotonic() + 20)
+            self.transport = GlooTransport(
+                Meeting(store, "127.0.0.1", request.link, 0, 0, 1 + self.workers, torch.device("cpu")),
+                time.monotonic() + 20)
 
     def send(self, request: SyncRequest, values, count: int = 99) -> None:
         """Send the first `count` buckets."""

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.checksum import checksum, whole
-from mrl.receiver.mrl_receiver.links import LinkError
+from mrl.receiver.mrl_receiver.links import LinkError, failed_key
 from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
 from mrl.reshard.layout import Layout
 from mrl.reshard.plan import plan_sync
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.gather import StageBuckets
-from mrl.stream.links import Links, Target, failed_key
+from mrl.stream.links import Links, Target
 from mrl.stream.pipeline import stream
 from tests.stream.tiny import FakeTrainer, weights
 
@@ -59,7 +59,7 @@ def ready_links(targets, **transports) -> Links:
     for each in targets:
         for worker in range(each.workers):
             store.set(ready_key(each.request, worker), "1")
-    return Links(0, store, {int(name[1:]): transport for name, transport in transports.items()})
+    return Links(0, store, torch.device("cpu"), {int(name[1:]): transport for name, transport in transports.items()})
 
 
 def received_tensors(stage, transport) -> dict:
@@ -101,7 +101,7 @@ def test_engines_that_refuse_or_never_come_are_left_out(stage):
     good = RecordingTransport()
     targets = [target(0), target(1, connect=True), target(2, connect=True)]
     links = ready_links(targets[:1], _0=good)
-    links.store.set(failed_key(0, 1), "1")
+    links.store.set(failed_key("link/1"), "1")
     began = time.monotonic()
     sent = stream(stage, links, targets, timeout_s=1.0)
     assert 0.5 <= time.monotonic() - began < 2

@@ -1,14 +1,16 @@
 """Communicators between the senders and one engine's workers, and the store where they meet.
 
-A link's communicator is a process group outside torch's default one: rank 0 sends, rank 1 + w is worker w. A new
-transport is one more class with `send`, `receive` and `close`.
+A link has one communicator a sender, outside torch's default process group: rank 0 sends, rank 1 + w is worker w.
+This is what all transports share; each is a class in a file of its own, listed in `transports.py`.
 """
 from __future__ import annotations
 
 import socket
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,52 @@ CONNECT_TIMEOUT_S = 30.0
 
 class LinkError(RuntimeError):
     """A peer is gone, or the deadline has passed; the communicator is not usable any more."""
+
+
+def failed_key(link: str) -> str:
+    """Store key that says, once set, that a link has failed and that nobody need wait for anything over it."""
+    return f"{link}/failed"
+
+
+def words(error: Exception) -> str:
+    """The first sentence of one of torch's errors, without its place in torch's source."""
+    line = (str(error).splitlines() or ["?"])[0]
+    return line.split("] ", 1)[-1].split(". ", 1)[0]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and as whom a rank meets the others of one communicator: that of `link` and the sender of `stage`.
+
+    store: a connection to the weight store at `host`, not shared with a thread that may block in it. device: where the
+    buffers lie.
+    """
+
+    store: dist.Store
+    host: str
+    link: str
+    stage: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return f"{self.link}/{self.stage}"
+
+    def given_up(self) -> Optional[str]:
+        """Why nothing more will come over this link; None while it may."""
+        try:
+            return "a peer gave it up" if self.store.check([failed_key(self.link)]) else None
+        except RuntimeError as error:
+            return f"the weight store is gone ({words(error)})"
+
+    def give_up(self) -> None:
+        """Tell the others."""
+        try:
+            self.store.set(failed_key(self.link), "1")
+        except RuntimeError:
+            pass  # without the store the others give up by themselves
 
 
 class Pending(Protocol):
@@ -36,62 +84,24 @@ class Transport(Protocol):
     """
 
     def broadcast(self, flat: torch.Tensor, deadline: float) -> Pending:
-        """Begin to send `flat` (rank 0) or to receive into it (the others)."""
+        """Begin to send `flat` (rank 0) or to receive into it (the others).
+
+        It waits for what this thread has queued on its current stream; what other streams do to `flat` must be over.
+        """
 
     def close(self) -> None:
         """Give up: everything under way fails, here and at the peers."""
 
 
-def _words(error: Exception) -> str:
-    """The first sentence of one of gloo's errors, without its place in gloo's source."""
-    line = (str(error).splitlines() or ["?"])[0]
-    return line.split("] ", 1)[-1].split(". ", 1)[0]
+def own_stream(device: torch.device) -> AbstractContextManager:
+    """Within the block this thread queues its device work behind nobody else's; nothing on the CPU."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.Stream(device))
 
 
-class _GlooPending:
-    def __init__(self, work: dist.Work, name: str):
-        self.work, self.name = work, name
-
-    def wait(self, deadline: float) -> None:
-        try:
-            self.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            raise LinkError(f"link {self.name}: {_words(error)}") from error
-
-
-class GlooTransport:
-    """Broadcasts over TCP. Works for tensors of any device that gloo can stage through the host."""
-
-    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int, address: str, deadline: float):
-        """Meets the other ranks at `store` under `name`. `address`: the local address to listen on."""
-        self.name = name
-        timeout = timedelta(seconds=max(0.001, min(CONNECT_TIMEOUT_S, deadline - time.monotonic())))
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        try:
-            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
-        except RuntimeError as error:
-            raise LinkError(f"link {name} could not be built: {_words(error)}") from error
-
-    def broadcast(self, flat: torch.Tensor, deadline: float) -> Pending:
-        if self.group is None:
-            raise LinkError(f"link {self.name} is closed")
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SENDER_RANK, 0
-        options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        try:
-            return _GlooPending(self.group.broadcast([flat], options), self.name)
-        except RuntimeError as error:
-            raise LinkError(f"link {self.name}: {_words(error)}") from error
-
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.abort()
-            self.group = None
-
-
-TRANSPORTS = {"gloo": GlooTransport}
+def finish_stream(device: torch.device) -> None:
+    """Wait until all that this thread has queued on `device` is done, and for nothing else: not for transfers."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def open_store(host: str, port: int, deadline: float) -> dist.TCPStore:
@@ -100,7 +110,7 @@ def open_store(host: str, port: int, deadline: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        raise LinkError(f"no weight store at {host}:{port}: {_words(error)}") from error
+        raise LinkError(f"no weight store at {host}:{port}: {words(error)}") from error
 
 
 def address_towards(host: str) -> str:

@@ -13,8 +13,9 @@ from typing import Any, Optional
 import torch
 
 from .checksum import checksum
-from .links import TRANSPORTS, LinkError, Transport, address_towards, open_store
+from .links import LinkError, Meeting, Transport, finish_stream, open_store, own_stream
 from .trace import Loader, Route, TraceError, trace, untouched
+from .transports import TRANSPORTS, connect
 from .wire import Bucket, Holding, Plan, SyncRequest, ready_key
 
 logger = logging.getLogger(__name__)
@@ -123,10 +124,10 @@ class Receiver:
             self.store = open_store(request.store_host, request.store_port, deadline)
         self.store.set(ready_key(request, self.worker), "1")
         if request.connect:
-            address = address_towards(request.store_host)
             for stage in self.plan.stages:
-                self.transports[stage] = TRANSPORTS[request.transport](
-                    self.store, f"{request.link}/{stage}", 1 + self.worker, 1 + self.workers, address, deadline)
+                self.transports[stage] = connect(request.transport, Meeting(
+                    self.store, request.store_host, request.link, stage, 1 + self.worker, 1 + self.workers,
+                    self.device), deadline)
             self.link = request.link
 
     def _transfer(self, deadline: float) -> dict[str, float]:
@@ -138,15 +139,16 @@ class Receiver:
 
         def pump() -> None:
             try:
-                for bucket in self.plan.buckets:
-                    free.acquire()
-                    if given_up.is_set():
-                        return
-                    began = time.monotonic()
-                    flat = _slot(self.ring, bucket)
-                    self.transports[bucket.stage].broadcast(flat, deadline).wait(deadline)
-                    seconds["receive_s"] += time.monotonic() - began
-                    arrived.put(bucket)
+                with own_stream(self.device):
+                    for bucket in self.plan.buckets:
+                        free.acquire()
+                        if given_up.is_set():
+                            return
+                        began = time.monotonic()
+                        flat = _slot(self.ring, bucket)
+                        self.transports[bucket.stage].broadcast(flat, deadline).wait(deadline)
+                        seconds["receive_s"] += time.monotonic() - began
+                        arrived.put(bucket)
             except Exception as error:
                 arrived.put(error)
 
@@ -159,7 +161,7 @@ class Receiver:
                     raise received
                 began = time.monotonic()
                 route.apply(_slot(self.ring, received), self.load)
-                self._settle()
+                finish_stream(self.device)  # a buffer may be received into again only when it has been read
                 seconds["apply_s"] += time.monotonic() - began
                 free.release()
         except BaseException:  # the pump must neither wait for a buffer for ever nor fill one during a later sync
@@ -170,11 +172,6 @@ class Receiver:
         finally:
             thread.join()
         return seconds
-
-    def _settle(self) -> None:
-        """Wait for the device: a buffer may be received into again only when it has been read."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     def _expected(self, deadline: float) -> dict[str, int]:
         """The senders' checksums, their last message on each link."""

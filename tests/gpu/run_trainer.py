@@ -1,0 +1,131 @@
+"""Under torchrun: the trainer in bfloat16 against transformers. Arguments: folder, then tp,pp,sp triples.
+
+The yardstick is transformers itself in bfloat16: mrl may be at most ERROR_RATIO as far from the fp32 truth as that is.
+Transformer Engine layers where it is installed. The device is the GPU where there is one (on the CPU: a dry run).
+"""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mrl.platform import get_platform
+from tests.gpu.models import SMALL, make_batch
+from tests.trainer.gang import experiment
+from tests.trainer.tiny import loss_fn
+
+ERROR_RATIO = 2.0
+GRADIENT_TOLERANCE = 0.1
+"""Relative, of whole tensors; bfloat16 alone makes about half of it. A swapped head or a wrong sum makes 1 or more."""
+STEP_SAMPLES, STEP_TOKENS = 16, 1024
+
+
+def flat(log_probs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([sample[1:] for sample in log_probs])
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def check_log_probs(trainer, batch, truth: dict, name: str) -> None:
+    """Packed into one row, one by one, and with an empty microbatch; each against the fp32 truth."""
+    reference = flat(truth["log_probs"])
+    yardstick = float((flat(truth["bfloat16"]) - reference).abs().mean())
+    shapes = {"packed": [batch], "alone": [[sample] for sample in batch], "two": [batch[:3], [], batch[3:]]}
+    got = {shape: flat(trainer.log_probs(microbatches)) for shape, microbatches in shapes.items()}
+    errors = {shape: float((values - reference).abs().mean()) for shape, values in got.items()}
+    apart = (got["packed"] - got["alone"]).abs()
+    say(f"ok {name}: mean |Δ log p| to fp32: " + ", ".join(f"{shape} {error:.2e}" for shape, error in errors.items())
+        + f"; transformers bf16 {yardstick:.2e}; packed - alone mean {float(apart.mean()):.2e}, "
+        + f"max {float(apart.max()):.2e}")
+    assert all(error <= ERROR_RATIO * yardstick for error in errors.values()), (name, errors, yardstick)
+    assert float(apart.mean()) <= ERROR_RATIO * yardstick
+
+
+def whole_gradients(trainer) -> dict[str, torch.Tensor]:
+    """By Hugging Face name, on the host; for layouts without data parallelism."""
+    from mrl.reshard.export import export_tensors
+
+    assert trainer.layout.dp == 1
+    local = {name: param.main_grad.cpu() for name, param in trainer.model.module.named_parameters()}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, local)
+    layout = trainer.layout
+    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name],
+                               trainer.te))
+
+
+def check_gradients(trainer, batch, truth: dict, name: str) -> None:
+    """Every gradient of the model, from a step whose update is discarded."""
+    from mrl.trainer.optimizer import StepReport
+
+    gradients = {}
+
+    def keep() -> StepReport:
+        gradients.update(whole_gradients(trainer))
+        return StepReport(0.0, 0.0, True)
+
+    trainer.optimizer.step = keep
+    metrics = trainer.train([batch[:3], [], batch[3:]], loss_fn)
+    assert gradients.keys() == truth["gradients"].keys()
+    errors = {key: float((gradients[key].float() - value).norm() / value.norm())
+              for key, value in truth["gradients"].items()}
+    worst = max(errors, key=errors.get)
+    say(f"ok {name}: loss {metrics['loss']:.5f} (fp32 {truth['loss']:.5f}); worst gradient error {errors[worst]:.1e} "
+        f"({worst})")
+    assert errors[worst] <= GRADIENT_TOLERANCE, (worst, errors[worst])
+
+
+def time_steps(trainer, vocab: int, name: str) -> None:
+    """Seconds of log_probs and of whole optimizer steps."""
+    batch = make_batch(vocab, [STEP_TOKENS] * STEP_SAMPLES)
+    half = STEP_SAMPLES // 2
+    microbatches = [batch[:half], batch[half:]]
+    for what, step in (("log_probs", lambda: trainer.log_probs(microbatches)),
+                       ("train", lambda: trainer.train(microbatches, loss_fn))):
+        seconds = []
+        for _ in range(4):
+            trainer.platform.synchronize()
+            began = time.perf_counter()
+            step()
+            trainer.platform.synchronize()
+            seconds.append(time.perf_counter() - began)
+        tokens = STEP_SAMPLES * STEP_TOKENS
+        say(f"time {name} {what}: {min(seconds[1:]):.3f} s for {tokens} tokens ({tokens / min(seconds[1:]):,.0f}/s; "
+            f"first {seconds[0]:.2f} s); memory {trainer.platform.memory()}")
+
+
+def main(folder: Path, layouts: list[tuple[int, int, bool]]) -> None:
+    platform = get_platform("auto")
+    platform.set_device(int(os.environ["LOCAL_RANK"]))
+    platform.install()
+    dist.init_process_group(platform.backend)
+    from mrl.trainer.trainer import Trainer
+
+    try:
+        for tp, pp, sp in layouts:
+            for family in [*SMALL, "qwen3_0_6b"]:
+                if not (folder / f"{family}.pt").exists():
+                    continue
+                truth = torch.load(folder / f"{family}.pt")
+                name = f"{family} tp{tp} pp{pp} sp{int(sp)} {'TE' if platform.uses_te else 'local'}"
+                trainer = Trainer(experiment(folder / family, tp, pp, sp, dtype="bfloat16"), platform, total_steps=10)
+                check_log_probs(trainer, truth["batch"], truth, name)
+                if family == "qwen3_0_6b" and platform.name == "cuda":
+                    time_steps(trainer, trainer.spec.vocab, name)
+                elif "gradients" in truth:
+                    check_gradients(trainer, truth["batch"], truth, name)
+                del trainer
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    triples = [tuple(int(part) for part in arg.split(",")) for arg in sys.argv[2:]]
+    main(Path(sys.argv[1]), [(tp, pp, bool(sp)) for tp, pp, sp in triples])

@@ -1,0 +1,78 @@
+"""The main job on GPUs: one trains, one generates with vLLM, on additions, after a short supervised warm start."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.e2e.runs import PROJECT, rows
+from tests.gpu.models import addition_model, save_random
+from tools.make_quickstart import make_problems
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+STEPS = 12
+TOLERANCE = 0.03
+"""Mean |Δ log p| between two bfloat16 implementations of one model."""
+
+
+def call(log: Path, *command: str, timeout_s: float) -> str:
+    """Run it in the project's folder; AssertionError with the end of its output when it fails."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(command, cwd=PROJECT, env=env, stdout=file, stderr=subprocess.STDOUT,
+                              timeout=timeout_s).returncode
+    assert code == 0, f"exit code {code}\n{log.read_text()[-4000:]}"
+    return log.read_text()
+
+
+@pytest.fixture(scope="module")
+def run(gpus, tmp_path_factory) -> Path:
+    """The run directory."""
+    gpus(2)
+    folder = tmp_path_factory.mktemp("run")
+    for name, problems in zip(("train", "heldout"), make_problems(1)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    save_random(addition_model(), folder / "init", 0.02, "cuda")
+    gpu = ["cluster.device=cuda", "model.dtype=bfloat16", "trainer.parallel.tp=1", f"data.train={folder}/train.jsonl"]
+    print(call(folder / "sft.log", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
+               "-m", "mrl.sft", "configs/quickstart_sft.yaml", *gpu, f"model.path={folder}/init", f"out={folder}/model",
+               "steps=150", "batch.samples_per_step=128", "trainer.optimizer.lr=5e-4", timeout_s=200)[-400:])
+    args = json.dumps(["--enforce-eager", "--gpu-memory-utilization", "0.3"])
+    print(call(folder / "console.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
+               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model", f"data.eval={folder}/heldout.jsonl",
+               "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
+               "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.args={args}", f"log.dir={folder}/runs",
+               timeout_s=400)[-3000:])
+    (run_dir,) = (folder / "runs").iterdir()
+    return run_dir
+
+
+def test_every_version_was_pushed_once_over_nccl_and_the_first_verified(run):
+    pushes = rows(run, "sync")
+    assert [row["sync/version"] for row in pushes] == [f"0:{step}" for step in range(STEPS + 1)]
+    assert pushes[0]["sync/verified"] and not any(row["sync/verified"] for row in pushes[1:])
+    for row in pushes:
+        print({key: value if isinstance(value, str) else round(value, 4) for key, value in row.items()})
+
+
+def test_batches_are_one_step_old_but_for_the_first(run):
+    steps = rows(run, "train")
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert [row["rollout/version_lag"] for row in steps] == [0.0] + [1.0] * (STEPS - 1)
+
+
+def test_trainer_and_engine_agree(run):
+    """On the first batch they share weights; after it the samples are one small step old."""
+    differences = [row["rollout/logprob_diff"] for row in rows(run, "train")]
+    print("logprob_diff", [round(value, 5) for value in differences])
+    assert 0 < differences[0] < TOLERANCE
+
+
+def test_timings_are_all_there(run):
+    steps = rows(run, "train")
+    for name in sorted(key for key in steps[-1] if key.startswith("timing/")):
+        print(f"{name}: median {median(row.get(name, 0.0) for row in steps[1:]):.4f} s")
+    assert all(row["timing/step"] > 0 for row in steps)

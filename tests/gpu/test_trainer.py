@@ -1,0 +1,40 @@
+"""The trainer in bfloat16 on GPUs, Transformer Engine layers where installed, against transformers."""
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.models import SMALL, make_batch, qwen3_0_6b, save_random, truth
+from tests.torchrun import torchrun
+
+pytestmark = pytest.mark.gpu
+SCRIPT = Path(__file__).with_name("run_trainer.py")
+
+
+def prepare(folder: Path, family: str, config, spread: float, gradients: bool, device: str) -> None:
+    """A model directory and FAMILY.pt: the batch, the fp32 truth, and the log-probs of transformers in bfloat16."""
+    path = save_random(config, folder / family, spread, device)
+    batch = make_batch(config.vocab_size)
+    exact = truth(path, batch, torch.float32, device, gradients)
+    rough = truth(path, batch, torch.bfloat16, device)
+    torch.save({"batch": batch, **exact, "bfloat16": rough["log_probs"]}, folder / f"{family}.pt")
+
+
+@pytest.fixture(scope="module")
+def models(gpus, tmp_path_factory) -> Path:
+    """Small models of every family, and one of a real shape."""
+    gpus(1)
+    folder = tmp_path_factory.mktemp("models")
+    for family, config in SMALL.items():
+        prepare(folder, family, config(), 0.08, gradients=True, device="cuda")
+    prepare(folder, "qwen3_0_6b", qwen3_0_6b(), 0.02, gradients=False, device="cuda")
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, ["1,1,0"]), (2, ["2,1,0", "2,1,1", "1,2,0"])],
+                         ids=["1gpu", "2gpus"])
+def test_equal_to_transformers(gpus, models, ranks, layouts):
+    gpus(ranks)
+    output = torchrun(SCRIPT, ranks, models, *layouts, gpus=True)
+    print("\n".join(line for line in output.splitlines() if line.startswith(("ok ", "time "))))
+    assert output.count("ok ") == len(layouts) * (2 * len(SMALL) + 1)
