@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import Iterator
+from typing import Callable, Iterator
 
 
 class Clock:
@@ -12,10 +12,11 @@ class Clock:
     `lap` closes a step, so that step = every named part + other, exactly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
         self.seconds: dict[str, float] = {}
         self.running: list[str] = []
-        self.began = self.mark = time.perf_counter()
+        self.began = self.mark = now()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -35,7 +36,7 @@ class Clock:
         return {**parts, "step": step, "other": step - sum(parts.values())}
 
     def _charge(self) -> None:
-        now = time.perf_counter()
+        now = self.now()
         if self.running:
             name = self.running[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self.mark
