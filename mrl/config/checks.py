@@ -232,6 +232,9 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
     except (ValueError, KeyError) as error:
         yield Problem("model.path", exp.model.path, "a supported model", str(error))
         return
+    if cuts and not spec.family.trainable:
+        yield Problem("model.path", exp.model.path, "a model that can be trained",
+                      f"{spec.family.architecture} cannot: {spec.family.untrainable}")
     engine_tp = exp.rollout.parallel.tp
     # vLLM cuts attention and MLP as Megatron does.
     for key, layout in {**cuts, "rollout.parallel.tp": Layout(tp=engine_tp)}.items():

@@ -7,20 +7,21 @@ from importlib import import_module
 from typing import Any
 
 from mrl.reshard.families import FAMILIES, family_of
-from mrl.reshard.layout import Coord, Layout, layer_range
+from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range, layer_range
 from mrl.reshard.params import ParamPlan, hf_tensors, local_params
 from mrl.reshard.pieces import Piece
 from mrl.reshard.plan import DTYPE_BYTES, Bucket, BucketItem, SyncPlan, plan_sync
-from mrl.reshard.rules import Family, Rule
-from mrl.reshard.spec import ModelSpec, layout_problems, model_spec, read_config
+from mrl.reshard.rules import Family, MoeKeys, Rule
+from mrl.reshard.spec import ModelSpec, MoeSpec, layout_problems, model_spec, read_config
 from mrl.reshard.views import assemble_views, pack_views
 
 _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export"}
 
 __all__ = [
-    "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "FAMILIES", "Family", "Layout", "ModelSpec", "ParamPlan", "Piece",
-    "Rule", "SyncPlan", "assemble_views", "family_of", "hf_tensors", "layer_range", "layout_problems", "local_params",
-    "model_spec", "pack_views", "plan_sync", "read_config", *_WITH_TORCH,
+    "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "ExpertCoord", "FAMILIES", "Family", "Layout", "ModelSpec",
+    "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "expert_range", "family_of",
+    "hf_tensors", "layer_range", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
+    "read_config", *_WITH_TORCH,
 ]
 
 

@@ -28,7 +28,9 @@ _SIDE_FILES = (
 def export_tensors(
     spec: ModelSpec, layout: Layout, get_local: Callable[[Coord, str], Tensor], te: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor of the model exactly once, in model order, assembled on the CPU in the shards' dtype.
+    """Every HF tensor of the model exactly once, assembled on the CPU in the shards' dtype.
+
+    Stage by stage they come in model order, experts after all others and in the order of their index on the ranks.
 
     `get_local(coord, name)` returns the contiguous shard of a Megatron parameter (or of anything shaped like it, for
     example its gradient) on the rank at `coord`; it is asked once per shard. ValueError for a shard of another shape
@@ -36,20 +38,24 @@ def export_tensors(
     """
     for stage in range(layout.pp):
         for column in exported_params(spec, layout, stage, te):
-            yield from _assemble(column, stage, get_local).items()
+            yield from _assemble(column, layout, stage, get_local).items()
 
 
 @torch.no_grad()
-def _assemble(column: Column, stage: int, get_local: Callable[[Coord, str], Tensor]) -> dict[str, Tensor]:
+def _assemble(
+    column: Column, layout: Layout, stage: int, get_local: Callable[[Coord, str], Tensor],
+) -> dict[str, Tensor]:
     """The HF tensors of one parameter."""
     out: dict[str, Tensor] = {}
-    for tp, param in enumerate(column):
+    for rank, param in enumerate(column, start=layout.sender(stage)):
         leaving = [piece for piece in param.pieces if piece.leaves]
         if not leaving:
             continue
-        shard = get_local(Coord(tp=tp, pp=stage), param.name)
+        coord = layout.coord(rank)
+        shard = get_local(coord, param.name)
         if tuple(shard.shape) != param.shape:
-            raise ValueError(f"{param.name} on tp {tp}, pp {stage} is {tuple(shard.shape)}, expected {param.shape}")
+            raise ValueError(f"{param.name} on tp {coord.tp}, pp {coord.pp}, dp {coord.dp} is {tuple(shard.shape)}, "
+                             f"expected {param.shape}")
         if not out:
             out = {name: torch.empty(shape, dtype=shard.dtype) for name, shape in hf_shapes(column).items()}
         for piece in leaving:

@@ -1,7 +1,12 @@
-"""Where a rank stands in the trainer's grid, and what that alone decides: its layers and its vocabulary rows.
+"""Where a rank stands in the trainer's grid, and what that alone decides: its layers, experts and vocabulary rows.
 
 Everything about parallel dimensions that needs no model belongs here. Rank order is Megatron's default
 (tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent ranks, pipeline stages are furthest apart.
+
+The ranks of one stage form two grids. Most weights are cut over tp and repeated over dp; experts are dealt out over ep,
+each is cut over etp, and all are repeated over what is left, Megatron's expert data parallelism:
+
+    rank within the stage = tp index + tp * dp index = etp index + etp * (ep index + ep * expert dp index)
 """
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from typing import Iterator
 
 @dataclass(frozen=True, slots=True)
 class Coord:
-    """Position of one rank: its index in each parallel dimension. `dp` never changes which weights a rank holds."""
+    """Position of one rank: its index in each parallel dimension. Of the weights it holds, `dp` decides only experts'.
+
+    The position among experts follows from it: `Layout.expert_coord`.
+    """
 
     tp: int = 0
     pp: int = 0
@@ -19,22 +27,38 @@ class Coord:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCoord:
+    """Position of one rank among the experts of its stage: which experts, which slice of each, which repetition."""
+
+    ep: int
+    etp: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Sizes of the trainer's parallel dimensions.
 
+    `ep`, `etp`: parts into which the experts of a layer, and the weights of each, are divided. Unlike in Megatron,
+    where it follows tp, etp is 1 unless given. ValueError where a stage's tp * dp ranks are no multiple of ep * etp.
     `vocab_multiple`: Megatron's `make_vocab_size_divisible_by`; the embedding is padded to a multiple of it times tp.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int = 1
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "vocab_multiple"):
+        for name in ("tp", "pp", "dp", "ep", "etp", "vocab_multiple"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"layout: {name} is {value}, but must be at least 1")
+        if self.tp * self.dp % (self.ep * self.etp):
+            raise ValueError(f"layout: tp {self.tp} * dp {self.dp} = {self.tp * self.dp} ranks a stage are not a "
+                             f"multiple of ep {self.ep} * etp {self.etp}")
 
     @property
     def world(self) -> int:
@@ -57,9 +81,26 @@ class Layout:
         """Global rank that sends the weights of pipeline stage `stage`: its first tp and dp rank."""
         return self.rank(Coord(tp=0, pp=stage, dp=0))
 
+    @property
+    def experts(self) -> Layout:
+        """The same ranks as the weights of one expert see them: cut over etp, everything else a repetition."""
+        return Layout(tp=self.etp, pp=self.pp, dp=self.tp * self.dp // self.etp)
+
+    def expert_coord(self, coord: Coord) -> ExpertCoord:
+        """Position of the rank at `coord` among the experts of its stage."""
+        at = self.experts.coord(self.rank(coord))
+        repetition, ep = divmod(at.dp, self.ep)
+        return ExpertCoord(ep=ep, etp=at.tp, dp=repetition)
+
+    def holders(self, stage: int, expert: bool) -> list[Coord]:
+        """The first ranks of a stage, as many as hold one copy of its experts, or of all the rest, between them."""
+        first, count = self.sender(stage), self.ep * self.etp if expert else self.tp
+        return [self.coord(rank) for rank in range(first, first + count)]
+
     def shards(self) -> Iterator[Coord]:
-        """Positions of one model replica, stage by stage: every distinct weight shard exactly once."""
-        return (Coord(tp=tp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
+        """Positions that hold one copy of the whole model between them, stage by stage."""
+        for stage in range(self.pp):
+            yield from max(self.holders(stage, expert=False), self.holders(stage, expert=True), key=len)
 
     def is_first(self, coord: Coord) -> bool:
         """True on the stage that holds the embedding."""
@@ -85,3 +126,14 @@ def layer_range(num_layers: int, pp: int, pp_rank: int) -> range:
         raise ValueError(f"{num_layers} layers do not divide over pp {pp} stages")
     per_stage = num_layers // pp
     return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+
+
+def expert_range(num_experts: int, ep: int, ep_rank: int) -> range:
+    """Global indices of the experts on rank `ep_rank` of `ep`: Megatron's contiguous blocks, numbered from 0 on each.
+
+    ValueError when the experts do not divide evenly.
+    """
+    if num_experts % ep:
+        raise ValueError(f"{num_experts} experts do not divide over ep {ep}")
+    per_rank = num_experts // ep
+    return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)

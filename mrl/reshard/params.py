@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Iterator
+from typing import Iterable, Iterator
 
-from mrl.reshard.layout import Coord, Layout, layer_range
+from mrl.reshard.layout import Coord, Layout, expert_range, layer_range
 from mrl.reshard.pieces import HfTensor, Piece, Shape
 from mrl.reshard.rules import Rule
 from mrl.reshard.spec import ModelSpec, layout_problems
@@ -31,17 +31,33 @@ class ParamPlan:
 
 
 Column = tuple[ParamPlan, ...]
-"""One parameter over all tensor-parallel ranks of its stage: `column[t]` is what rank t holds."""
+"""One parameter over the ranks of its stage that hold one copy of it: `column[m]` is what the stage's m-th rank holds.
+
+Of an expert's parameter these are different experts, as many as ep, under the same Megatron name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A rule where it applies: one parameter of one stage. `copy`: the tied output weight, whose original leaves."""
+    """A rule where it applies: one parameter of one rank. Layer and expert are numbered on the rank and over the model.
 
-    name: str
+    `copy`: the tied output weight, whose original leaves.
+    """
+
     rule: Rule
-    tensors: tuple[HfTensor, ...]
+    local_layer: int = 0
+    layer: int = 0
+    local_expert: int = 0
+    expert: int = 0
     copy: bool = False
+
+    def name(self, te: bool) -> str:
+        """Megatron's name."""
+        return self.rule.megatron(self.local_layer, self.local_expert, te)
+
+    def tensors(self, spec: ModelSpec) -> tuple[HfTensor, ...]:
+        """The HF tensors it is made of."""
+        return self.rule.tensors(spec, self.layer, self.expert)
 
 
 def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> list[ParamPlan]:
@@ -49,23 +65,21 @@ def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> lis
 
     ValueError listing every reason why the model cannot be cut this way.
     """
-    problems = layout_problems(spec, layout)
-    if problems:
-        raise ValueError("impossible trainer layout: " + "; ".join(problems))
-    plans = []
-    for entry in _entries(spec, layout, coord.pp, te):
-        shard = entry.rule.kind(entry.tensors, spec, layout, coord.tp)
-        pieces = tuple(replace(piece, leaves=False) for piece in shard.pieces) if entry.copy else shard.pieces
-        plans.append(ParamPlan(entry.name, shard.shape, pieces))
-    return plans
+    _check(spec, layout)
+    return list(_plans(_entries(spec, layout, coord), spec, layout, coord, te))
 
 
 def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
-    """The parameters of a stage that leave it, in table order: all but tied copies."""
-    shards = [local_params(spec, layout, Coord(tp=tp, pp=stage), te) for tp in range(layout.tp)]
-    for column in zip(*shards, strict=True):
-        if any(piece.leaves for param in column for piece in param.pieces):
-            yield column
+    """The parameters of a stage that leave it, all but tied copies: in table order, experts' after all others."""
+    _check(spec, layout)
+    for expert in (False, True):
+        shards = []
+        for coord in layout.holders(stage, expert):
+            entries = (entry for entry in _entries(spec, layout, coord) if entry.rule.expert == expert)
+            shards.append(_plans(entries, spec, layout, coord, te))
+        for column in zip(*shards, strict=True):
+            if any(piece.leaves for param in column for piece in param.pieces):
+                yield column
 
 
 def hf_shapes(column: Column) -> dict[str, Shape]:
@@ -75,24 +89,45 @@ def hf_shapes(column: Column) -> dict[str, Shape]:
 
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and global shape of every tensor of the model's HF checkpoint, in model order."""
-    whole = _entries(spec, Layout(), 0, te=False)
-    return {tensor.name: tensor.shape for entry in whole for tensor in entry.tensors}
+    whole = _entries(spec, Layout(), Coord())
+    return {tensor.name: tensor.shape for entry in whole for tensor in entry.tensors(spec)}
 
 
-def _entries(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[_Entry]:
-    family, first, last = spec.family, stage == 0, stage == layout.pp - 1
+def _check(spec: ModelSpec, layout: Layout) -> None:
+    problems = layout_problems(spec, layout)
+    if problems:
+        raise ValueError("impossible trainer layout: " + "; ".join(problems))
 
-    def entry(rule: Rule, local: int = 0, layer: int = 0, copy: bool = False) -> _Entry:
-        return _Entry(rule.megatron(local, te), rule, rule.tensors(spec, layer), copy)
+
+def _plans(
+    entries: Iterable[_Entry], spec: ModelSpec, layout: Layout, coord: Coord, te: bool,
+) -> Iterator[ParamPlan]:
+    """The rank's shards of its entries. A shard leaves from one rank only, the first that holds it."""
+    at, experts = layout.expert_coord(coord), layout.experts
+    for entry in entries:
+        expert = entry.rule.expert
+        grid, index, repetition = (experts, at.etp, at.dp) if expert else (layout, coord.tp, coord.dp)
+        shard = entry.rule.kind(entry.tensors(spec), spec, grid, index)
+        pieces = shard.pieces
+        if entry.copy or repetition:
+            pieces = tuple(replace(piece, leaves=False) for piece in pieces)
+        yield ParamPlan(entry.name(te), shard.shape, pieces)
+
+
+def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
+    """What the rank holds, in table order."""
+    family, first, last = spec.family, layout.is_first(coord), layout.is_last(coord)
+    experts = expert_range(spec.moe.num_experts, layout.ep, layout.expert_coord(coord).ep) if spec.moe else range(0)
 
     if first:
-        yield entry(family.embedding)
-    for local, layer in enumerate(layer_range(spec.num_layers, layout.pp, stage)):
+        yield _Entry(family.embedding)
+    for local_layer, layer in enumerate(layer_range(spec.num_layers, layout.pp, coord.pp)):
         for rule in family.layer:
-            yield entry(rule, local, layer)
+            for local_expert, expert in enumerate(experts if rule.expert else range(1)):
+                yield _Entry(rule, local_layer, layer, local_expert, expert)
     if last:
-        yield entry(family.final_norm)
+        yield _Entry(family.final_norm)
         if not spec.tied:
-            yield entry(family.output)
+            yield _Entry(family.output)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
-            yield entry(replace(family.output, hf=family.embedding.hf), copy=True)
+            yield _Entry(replace(family.output, hf=family.embedding.hf), copy=True)

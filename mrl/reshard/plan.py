@@ -32,8 +32,9 @@ class BucketItem:
 class Bucket:
     """One flat message: whole HF tensors of one dtype, all from pipeline stage `stage`.
 
-    `shards[t]` are the parameters that tensor-parallel rank t contributes, with its pieces: the same names, in the same
-    order and of the same local shapes for every t. A bucket read back from the wire has none.
+    `shards[m]` are the parameters that the stage's m-th rank contributes, with its pieces: the same names, in the same
+    order and of the same local shapes for every m. Experts are gathered from the stage's first ep * etp ranks, all else
+    from its first tp ranks: the two share a bucket only where that is the same. One read back from the wire has none.
     """
 
     index: int
@@ -50,7 +51,7 @@ class Bucket:
 
     @property
     def local_numel(self) -> int:
-        """Elements one tensor-parallel rank contributes to the gather, padding included."""
+        """Elements one rank contributes to the gather, padding included."""
         return sum(param.numel for param in self.shards[0])
 
     @property
@@ -77,7 +78,7 @@ class SyncPlan:
 
     @property
     def max_local_numel(self) -> int:
-        """Elements of the largest contribution of one tensor-parallel rank to a gather."""
+        """Elements of the largest contribution of one rank to a gather."""
         return max(bucket.local_numel for bucket in self.buckets)
 
     def to_wire(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class SyncPlan:
 
 
 def plan_sync(spec: ModelSpec, layout: Layout, bucket_bytes: int, dtype: str, te: bool) -> SyncPlan:
-    """Packs every stage's parameters, in order, into buckets of at most `bucket_bytes`.
+    """Packs every stage's parameters, in order, experts' last, into buckets of at most `bucket_bytes`.
 
     The HF tensors of one Megatron parameter stay together; a parameter larger than a bucket gets one of its own. Tied
     copies and vocabulary padding are not in it. `dtype`: name of the dtype the weights leave in. `te`: see
@@ -125,12 +126,12 @@ def plan_sync(spec: ModelSpec, layout: Layout, bucket_bytes: int, dtype: str, te
 
 
 def _groups(columns: Iterator[Column], limit: int) -> Iterator[list[Column]]:
-    """Consecutive parameters whose HF tensors have at most `limit` elements together (or one that alone has more)."""
+    """Consecutive parameters of the same ranks, of at most `limit` elements together (or one that alone has more)."""
     group: list[Column] = []
     filled = 0
     for column in columns:
         numel = sum(prod(shape) for shape in hf_shapes(column).values())
-        if group and filled + numel > limit:
+        if group and (filled + numel > limit or len(column) != len(group[0])):
             yield group
             group, filled = [], 0
         group.append(column)

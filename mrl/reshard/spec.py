@@ -13,9 +13,9 @@ from typing import Any, Mapping
 
 from mrl.reshard.families import family_of
 from mrl.reshard.layout import Layout
-from mrl.reshard.rules import Family
+from mrl.reshard.rules import Family, MoeKeys
 
-DEFAULT_ROPE_THETA = 10000.0  # what transformers assumes for every family known here
+DEFAULT_ROPE_THETA = 10000.0  # what transformers assumes, unless the family's defaults say otherwise
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -32,8 +32,23 @@ _COMMON_REQUIREMENTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routed experts, on every layer. `ffn` is the width of one, `shared_ffn` of the expert that sees every token."""
+
+    num_experts: int
+    top_k: int
+    ffn: int
+    shared_ffn: int | None
+    norm_topk_prob: bool
+    """Whether the weights of a token's `top_k` experts are scaled to sum to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model's sizes and switches. Sizes count elements; `vocab` is the true, unpadded vocabulary."""
+    """One model's sizes and switches. Sizes count elements; `vocab` is the true, unpadded vocabulary.
+
+    `ffn` is the width of a dense layer's MLP; a model with `moe` has no such layer.
+    """
 
     family: Family
     num_layers: int
@@ -50,6 +65,7 @@ class ModelSpec:
     """As Hugging Face defines it, with "rope_type" as the key of the kind; None for plain rotary embeddings."""
     max_positions: int | None
     """`max_position_embeddings`: the context the model was made for; None where the config does not say."""
+    moe: MoeSpec | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -70,6 +86,11 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Rows of k_proj, and of v_proj."""
         return self.kv_heads * self.head_dim
+
+    def require_trainable(self) -> None:
+        """ValueError, saying why, for a model that the trainer cannot build."""
+        if not self.family.trainable:
+            raise ValueError(f"{self.family.architecture} cannot be trained: {self.family.untrainable}")
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
@@ -100,12 +121,13 @@ def model_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     if config.get("rms_norm_eps") is None:
         problems.append("rms_norm_eps is missing")
     rope_theta, rope_scaling = _rope(config, problems)
+    moe = _moe(config, family.moe, problems) if family.moe else None
     if problems:
         raise ValueError("config.json: " + "; ".join(problems))
     return ModelSpec(
         family=family, **sizes, kv_heads=kv_heads, head_dim=head_dim, norm_eps=float(config["rms_norm_eps"]),
         tied=bool(config.get("tie_word_embeddings", False)), rope_theta=rope_theta, rope_scaling=rope_scaling,
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=config.get("max_position_embeddings"), moe=moe,
     )
 
 
@@ -121,8 +143,23 @@ def layout_problems(spec: ModelSpec, layout: Layout) -> list[str]:
         problems.append(f"tp {tp} is neither a divisor nor a multiple of num_key_value_heads {spec.kv_heads}")
     elif (spec.q_size + 2 * spec.kv_size) % tp:
         problems.append(f"tp {tp} does not divide the {spec.q_size + 2 * spec.kv_size} rows of q, k and v")
-    if spec.ffn % tp:
+    if spec.moe is None and spec.ffn % tp:
         problems.append(f"tp {tp} does not divide intermediate_size {spec.ffn}")
+    return problems + _expert_problems(spec, layout)
+
+
+def _expert_problems(spec: ModelSpec, layout: Layout) -> list[str]:
+    tp, ep, etp, moe, keys = layout.tp, layout.ep, layout.etp, spec.moe, spec.family.moe
+    if moe is None:
+        sizes = {"ep": ep, "etp": etp}
+        return [f"{name} {size} divides experts, and the model has none" for name, size in sizes.items() if size > 1]
+    problems = []
+    if moe.num_experts % ep:
+        problems.append(f"ep {ep} does not divide the number of experts {moe.num_experts}")
+    if moe.ffn % etp:
+        problems.append(f"etp {etp} does not divide {keys.ffn} {moe.ffn}")
+    if moe.shared_ffn and moe.shared_ffn % tp:
+        problems.append(f"tp {tp} does not divide {keys.shared_ffn} {moe.shared_ffn}")
     return problems
 
 
@@ -160,7 +197,7 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [
         f"{key} {config[key]!r} is not supported, only {allowed!r}"
         for key, allowed in (*_COMMON_REQUIREMENTS, *family.requires)
-        if config.get(key) is not None and config[key] != allowed
+        if config.get(key) not in (None, [], allowed)
     ]
     kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     if kinds:
@@ -180,6 +217,20 @@ def _size(config: Mapping[str, Any], key: str, problems: list[str], null: int | 
         return value
     problems.append(f"{key} is missing" if key not in config else f"{key} {value!r} must be a positive integer")
     return 1
+
+
+def _moe(config: Mapping[str, Any], keys: MoeKeys, problems: list[str]) -> MoeSpec:
+    """The experts of a config, whose sizes are under `keys`."""
+    found = [key for key in keys.num_experts if key in config] or keys.num_experts
+    num_experts = _size(config, found[0], problems)
+    top_k = _size(config, "num_experts_per_tok", problems)
+    if top_k > num_experts:
+        problems.append(f"num_experts_per_tok {top_k} is more than the number of experts {num_experts}")
+    return MoeSpec(
+        num_experts, top_k, ffn=_size(config, keys.ffn, problems),
+        shared_ffn=_size(config, keys.shared_ffn, problems) if keys.shared_ffn else None,
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+    )
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[str, Any] | None]:

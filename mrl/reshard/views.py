@@ -2,8 +2,8 @@
 
 The stream code packs, gathers, assembles and sends without knowing any layout:
 
-    every tp rank   srcs, dsts = pack_views(bucket, params, flat)             shards          -> one flat buffer
-    gather          flat buffers of all tp ranks                              -> the stage's sender
+    every rank      srcs, dsts = pack_views(bucket, params, flat)             shards          -> one flat buffer
+    gather          flat buffers of the bucket's ranks                        -> the stage's sender
     the sender      srcs, dsts = assemble_views(bucket, gathered, hf_flat)    gathered shards -> flat HF bucket
 
 The views keep pointing at the same memory, so they stay valid as long as parameters and buffers are updated in place.
@@ -24,13 +24,16 @@ Views = tuple[list["Tensor"], list["Tensor"]]
 def pack_views(bucket: Bucket, params: Mapping[str, Tensor], flat: Tensor) -> Views:
     """From this rank's parameters, one behind the other, into `flat` (1-D, at least `bucket.local_numel` elements).
 
-    `params` maps Megatron names to local shards. ValueError for a shard whose shape is not the planned one.
+    `params` maps Megatron names to local shards. ValueError for a shard whose shape is not the planned one, or that is
+    of another dtype than `flat` (a router kept in float32, say): what leaves is what trains, bit for bit.
     """
     srcs, dsts, offset = [], [], 0
     for param in bucket.shards[0]:
         shard = params[param.name]
         if tuple(shard.shape) != param.shape:
             raise ValueError(f"{param.name} has shape {tuple(shard.shape)}, the plan says {param.shape}")
+        if shard.dtype != flat.dtype:
+            raise ValueError(f"{param.name} is {shard.dtype}, its bucket {flat.dtype}")
         srcs.append(shard)
         dsts.append(flat[offset:offset + param.numel].view(param.shape))
         offset += param.numel
@@ -38,7 +41,7 @@ def pack_views(bucket: Bucket, params: Mapping[str, Tensor], flat: Tensor) -> Vi
 
 
 def assemble_views(bucket: Bucket, gathered: Sequence[Tensor], hf_flat: Tensor) -> Views:
-    """From the packed buffers of all tp ranks (`gathered[t]` as filled by rank t) into the flat HF bucket `hf_flat`.
+    """From the packed buffers (`gathered[m]` as filled by the rank of `bucket.shards[m]`) into the flat HF bucket.
 
     The destinations cover elements 0 … `bucket.numel` exactly once.
     """

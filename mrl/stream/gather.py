@@ -21,6 +21,7 @@ class StageBuckets:
     params: this rank's shards by Megatron name, updated in place by training. group: the stage's tensor-parallel
     ranks, None when there is only one. sender: whether this rank, the first of `group`, holds the finished buckets.
     buffers: finished buckets that the sender holds at a time; bucket i lies in buffer i mod `buffers`.
+    ValueError for buckets that other ranks than the tensor-parallel ones hold: experts under their own parallel sizes.
     """
 
     def __init__(self, buckets: list[Bucket], params: Mapping[str, torch.Tensor], group: Optional[dist.ProcessGroup],
@@ -29,6 +30,10 @@ class StageBuckets:
         device = next(iter(params.values())).device
         dtype = getattr(torch, buckets[0].dtype)
         ranks = len(buckets[0].shards)
+        if foreign := {len(bucket.shards) for bucket in buckets} - {ranks}:
+            raise ValueError(f"buckets of stage {buckets[0].stage} are gathered from {ranks} ranks, experts' from "
+                             f"{foreign.pop()}: a stage's buckets must all come from its tensor-parallel ranks; "
+                             "use a layout where ep * etp is tp")
 
         def flats(count: int, numel: int) -> list[torch.Tensor]:
             return [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]

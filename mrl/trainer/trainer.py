@@ -48,6 +48,9 @@ class Trainer:
                 `algorithm.kl`, which decides whether reference parameters are kept.
             platform: where to compute.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+
+        Raises:
+            ValueError: a model whose family table says that it cannot be trained.
         """
         megatron_compat.install()
         rl = isinstance(experiment, Experiment)
@@ -56,6 +59,7 @@ class Trainer:
         self.place = enter_layout(experiment.trainer.parallel, experiment.seed)
         self.source = path = model_directory(experiment.model.path)
         self.spec = model_spec(read_config(path))
+        self.spec.require_trainable()
         self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.dtype = getattr(torch, experiment.model.dtype)
 

@@ -1,7 +1,7 @@
 """Checks across keys: one case each, found by key and by the words a user needs."""
 import pytest
 
-from mrl.config.checks import check_experiment, context_limit, resolved_device
+from mrl.config.checks import check_evaluation, check_experiment, context_limit, resolved_device
 from mrl.config.load import load_experiment
 
 OVERLAP = ["loop.mode=one_step_overlap"]
@@ -45,6 +45,15 @@ def test_against_the_model(experiment_file, hf_config, overrides, key, words):
 def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
     assert found(experiment_file, hf_config, "trainer.parallel.tp=4", "cluster.trainer_gpus=4",
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
+
+
+def test_a_model_that_cannot_be_trained(experiment_file, hf_config):
+    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
+                     moe_intermediate_size=40)
+    text = found(experiment_file, hf_config)["model.path"]
+    assert "Qwen3MoeForCausalLM cannot: the trainer builds dense layers only" in text
+    exp = load_experiment(experiment_file, ["data.eval=heldout.jsonl"])
+    assert check_evaluation(exp, hf_config, visible_gpus=0) == []
 
 
 def test_unsupported_architecture_lists_known_ones(experiment_file, hf_config):

@@ -1,11 +1,12 @@
 """Tiny Hugging Face models, and all ranks of a layout played in one process."""
 from __future__ import annotations
 
+from math import lcm
 from pathlib import Path
 
 import torch
 
-from mrl.reshard import Coord, Layout, ModelSpec, local_params
+from mrl.reshard import Coord, Layout, ModelSpec, family_of, local_params
 from mrl.reshard.load import load_hf
 
 # No two sizes are equal, so that a transpose or a swapped dimension cannot go unnoticed.
@@ -13,6 +14,7 @@ SIZES = dict(
     vocab_size=131, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-6,
 )
+_EXPERTS = dict(num_hidden_layers=2, moe_intermediate_size=28, num_experts_per_tok=3)
 VARIANTS = {
     "llama": ("LlamaForCausalLM", dict(tie_word_embeddings=False)),
     "llama-mha-tied": ("LlamaForCausalLM", dict(num_key_value_heads=4, tie_word_embeddings=True)),
@@ -20,8 +22,24 @@ VARIANTS = {
     "qwen2-mqa-tied": ("Qwen2ForCausalLM", dict(num_key_value_heads=1, tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", dict(head_dim=10, tie_word_embeddings=False)),
     "qwen3-tied": ("Qwen3ForCausalLM", dict(head_dim=10, num_attention_heads=8, tie_word_embeddings=True)),
+    "mistral": ("MistralForCausalLM", dict(head_dim=10, sliding_window=None, tie_word_embeddings=False)),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", dict(_EXPERTS, num_experts=8, head_dim=10, tie_word_embeddings=True)),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", dict(_EXPERTS, num_experts=8, shared_expert_intermediate_size=36)),
+    "mixtral": ("MixtralForCausalLM", dict(num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3)),
 }
 LAYOUTS = [Layout(tp=tp, pp=pp) for pp in (1, 2) for tp in (1, 2, 4)]
+# Each with the fewest ranks that it can have; in REPEATED, everything is there more than once.
+REPEATED = Layout(tp=2, pp=2, dp=4, ep=2, etp=2)
+EXPERT_LAYOUTS = [
+    Layout(tp=tp, pp=pp, dp=lcm(tp, ep * etp) // tp, ep=ep, etp=etp)
+    for pp in (1, 2) for tp in (1, 2, 4) for ep in (1, 2, 4) for etp in (1, 2)
+] + [REPEATED]
+
+CASES = [
+    (variant, layout)
+    for variant, (architecture, _) in VARIANTS.items()
+    for layout in (EXPERT_LAYOUTS if family_of({"architectures": [architecture]}).moe else LAYOUTS)
+]
 
 Shards = dict[Coord, dict[str, torch.Tensor]]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.reshard import Coord, Layout, layer_range
+from mrl.reshard import Coord, ExpertCoord, Layout, expert_range, layer_range
 
 
 def test_rank_order_is_megatrons_default():
@@ -44,3 +44,39 @@ def test_layers_are_split_evenly_and_in_order():
 def test_uneven_split_is_refused():
     with pytest.raises(ValueError, match="5 layers do not divide over pp 2"):
         layer_range(5, 2, 0)
+
+
+@pytest.mark.parametrize("layout, places", [  # (ep, etp, repetition) of the ranks of the last stage, in order
+    (Layout(tp=2, pp=2, dp=4, ep=2, etp=2),
+     [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]),
+    (Layout(tp=4, pp=3, ep=2), [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]),
+    (Layout(tp=1, dp=4, ep=2, etp=2), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]),
+    (Layout(tp=2, dp=2), [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3)]),
+], ids=str)
+def test_places_among_experts(layout, places):
+    ranks = range(layout.world - len(places), layout.world)
+    assert [layout.expert_coord(layout.coord(rank)) for rank in ranks] == [
+        ExpertCoord(ep=ep, etp=etp, dp=dp) for ep, etp, dp in places
+    ]
+
+
+@pytest.mark.parametrize("layout, shards, dense, experts", [
+    (Layout(tp=2, pp=2, dp=4, ep=2, etp=2), [0, 1, 2, 3, 8, 9, 10, 11], [8, 9], [8, 9, 10, 11]),
+    (Layout(tp=4, pp=2, ep=2), [0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7], [4, 5]),
+    (Layout(tp=2, pp=2, dp=2), [0, 1, 4, 5], [4, 5], [4]),
+], ids=str)
+def test_the_first_ranks_of_a_stage_hold_all_of_it(layout, shards, dense, experts):
+    assert [layout.rank(coord) for coord in layout.shards()] == shards
+    assert [layout.rank(coord) for coord in layout.holders(1, expert=False)] == dense
+    assert [layout.rank(coord) for coord in layout.holders(1, expert=True)] == experts
+
+
+def test_experts_need_a_whole_number_of_ranks():
+    with pytest.raises(ValueError, match=r"tp 2 \* dp 3 = 6 ranks a stage are not a multiple of ep 2 \* etp 2"):
+        Layout(tp=2, dp=3, ep=2, etp=2)
+
+
+def test_experts_are_dealt_out_in_blocks():
+    assert [list(expert_range(8, 4, rank)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="8 experts do not divide over ep 3"):
+        expert_range(8, 3, 0)

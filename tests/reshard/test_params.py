@@ -9,7 +9,7 @@ import torch
 
 from mrl.reshard import Coord, Layout, hf_tensors, local_params, model_spec
 
-from .simulate import LAYOUTS, SIZES, VARIANTS, hf_config
+from .simulate import CASES, SIZES, hf_config
 
 LAYER = "decoder.layers.0."
 
@@ -79,13 +79,12 @@ def test_every_layer_is_on_exactly_one_stage(pp):
     assert seen == dict.fromkeys(range(SIZES["num_hidden_layers"]), 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_pieces_cover_every_element_exactly_once(variant, layout):
     spec = model_spec(hf_config(variant))
     left = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_tensors(spec).items()}
-    for coord in layout.shards():
-        for plan in local_params(spec, layout, coord, te=False):
+    for rank in range(layout.world):
+        for plan in local_params(spec, layout, layout.coord(rank), te=False):
             held = torch.zeros(plan.shape, dtype=torch.int32)
             for piece in plan.pieces:
                 assert piece.hf_shape == tuple(left[piece.hf].shape)
@@ -117,3 +116,72 @@ def test_the_fused_rows_must_divide_too():
     config = {**hf_config("llama"), "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 6}
     with pytest.raises(ValueError, match="tp 8 does not divide the 60 rows of q, k and v"):
         local_params(model_spec(config), Layout(tp=8), Coord(), te=False)
+
+
+MOE = LAYER + "mlp."
+
+
+def experts_of(variant: str, layout: Layout, coord: Coord, te: bool) -> dict[str, list[str]]:
+    """Megatron name -> HF names of the first layer's MLP, without their common beginnings."""
+    plans = local_params(model_spec(hf_config(variant)), layout, coord, te)
+    return {
+        plan.name.removeprefix(MOE): [piece.hf.removeprefix("model.layers.0.") for piece in plan.pieces]
+        for plan in plans if plan.name.startswith(MOE)
+    }
+
+
+@pytest.mark.parametrize("te, names", [
+    (False, ["experts.local_experts.{}.linear_fc1.weight", "experts.local_experts.{}.linear_fc2.weight"]),
+    (True, ["experts.linear_fc1.weight{}", "experts.linear_fc2.weight{}"]),
+], ids=["local", "te"])
+def test_names_of_experts_are_local_and_their_tensors_global(te, names):
+    layout = Layout(dp=4, ep=4)  # 8 experts: the third rank holds 4 and 5
+    first, second = names
+    assert experts_of("qwen2-moe", layout, Coord(dp=2), te) == {
+        "router.weight": ["mlp.gate.weight"],
+        first.format(0): ["mlp.experts.4.gate_proj.weight", "mlp.experts.4.up_proj.weight"],
+        first.format(1): ["mlp.experts.5.gate_proj.weight", "mlp.experts.5.up_proj.weight"],
+        second.format(0): ["mlp.experts.4.down_proj.weight"],
+        second.format(1): ["mlp.experts.5.down_proj.weight"],
+        "shared_experts.linear_fc1.weight": ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"],
+        "shared_experts.linear_fc2.weight": ["mlp.shared_expert.down_proj.weight"],
+        "shared_experts.gate_weight": ["mlp.shared_expert_gate.weight"],
+    }
+
+
+def test_mixtral_has_names_of_its_own():
+    found = experts_of("mixtral", Layout(dp=8, ep=8), Coord(dp=7), te=True)
+    assert found == {
+        "router.weight": ["block_sparse_moe.gate.weight"],
+        "experts.linear_fc1.weight0": ["block_sparse_moe.experts.7.w1.weight", "block_sparse_moe.experts.7.w3.weight"],
+        "experts.linear_fc2.weight0": ["block_sparse_moe.experts.7.w2.weight"],
+    }
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+def test_the_norm_before_experts_is_fused_into_nothing(te):
+    assert LAYER + "pre_mlp_layernorm.weight" in names("qwen3-moe", Layout(), 0, te)
+
+
+def test_an_expert_is_cut_over_etp_and_the_shared_one_over_tp():
+    layout = Layout(tp=2, dp=2, ep=1, etp=4)
+    plans = {plan.name: plan for plan in local_params(
+        model_spec(hf_config("qwen2-moe")), layout, layout.coord(2), te=False)}
+    gate, up = plans[MOE + "experts.local_experts.0.linear_fc1.weight"].pieces
+    assert gate.hf_index == up.hf_index == ((14, 21), (0, 24))  # 28 rows over 4 ranks: the third
+    assert (gate.local_index[0], up.local_index[0]) == ((0, 7), (7, 14))
+    assert plans[MOE + "experts.local_experts.0.linear_fc2.weight"].pieces[0].hf_index == ((0, 24), (14, 21))
+    assert plans[MOE + "shared_experts.linear_fc1.weight"].pieces[0].hf_index == ((0, 18), (0, 24))
+
+
+@pytest.mark.parametrize("variant, layout, message", [
+    ("llama", Layout(dp=2, ep=2), "ep 2 divides experts, and the model has none"),
+    ("llama", Layout(tp=2, etp=2), "etp 2 divides experts, and the model has none"),
+    ("qwen3-moe", Layout(dp=3, ep=3), "ep 3 does not divide the number of experts 8"),
+    ("qwen3-moe", Layout(dp=3, etp=3), "etp 3 does not divide moe_intermediate_size 28"),
+    ("mixtral", Layout(dp=3, etp=3), "etp 3 does not divide intermediate_size 40"),
+    ("qwen2-moe", Layout(tp=8), "tp 8 does not divide shared_expert_intermediate_size 36"),
+])
+def test_experts_that_do_not_divide(variant, layout, message):
+    with pytest.raises(ValueError, match=message):
+        local_params(model_spec(hf_config(variant)), layout, Coord(), te=False)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mrl.reshard import family_of, model_spec, read_config
+from mrl.reshard import MoeSpec, family_of, model_spec, read_config
 
 from .simulate import VARIANTS, hf_config
 
@@ -18,6 +18,23 @@ def test_sizes_and_switches():
     assert (spec.tied, spec.qkv_bias, spec.qk_norm) == (True, True, False)
     assert (spec.norm_eps, spec.rope_theta, spec.rope_scaling, spec.max_positions) == (1e-6, 1e6, None, 64)
     assert model_spec(hf_config("qwen3")).qk_norm
+    assert model_spec(hf_config("qwen3")).moe is None
+
+
+@pytest.mark.parametrize("variant, moe", [
+    ("qwen3-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=None, norm_topk_prob=False)),
+    ("qwen2-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=36, norm_topk_prob=False)),
+    ("mixtral", MoeSpec(num_experts=8, top_k=3, ffn=40, shared_ffn=None, norm_topk_prob=True)),
+])
+def test_experts(variant, moe):
+    assert model_spec(hf_config(variant)).moe == moe
+    hash(model_spec(hf_config(variant)))
+
+
+def test_a_family_that_cannot_be_trained_says_why():
+    model_spec(hf_config("mistral")).require_trainable()
+    with pytest.raises(ValueError, match="MixtralForCausalLM cannot be trained: the trainer builds dense layers only"):
+        model_spec(hf_config("mixtral")).require_trainable()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -44,6 +61,12 @@ def test_defaults_of_absent_keys():
     config = hf_config("qwen3")
     del config["head_dim"]
     assert model_spec(config).head_dim == 128
+    assert model_spec({**hf_config("qwen3-moe"), "norm_topk_prob": True}).moe.norm_topk_prob
+    assert model_spec(hf_config("mixtral")).rope_theta == 1e6
+    config = hf_config("mistral")
+    del config["sliding_window"]
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported, only None"):
+        model_spec(config)
 
 
 def test_a_config_without_architectures_goes_by_model_type():
@@ -74,6 +97,13 @@ def test_unknown_architecture_lists_the_known(config):
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("qwen3", {"attention_bias": True}, "attention_bias True"),
+    ("mistral", {"sliding_window": 32}, "sliding_window 32"),
+    ("qwen2-moe", {"qkv_bias": False}, "qkv_bias False is not supported, only True"),
+    ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 must be a positive"),
+    ("qwen3-moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
+    ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    ("qwen3-moe", {"num_experts": 2}, "num_experts_per_tok 3 is more than the number of experts 2"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
     ("llama", {"vocab_size": None}, "vocab_size None must be a positive integer"),
     ("llama", {"num_hidden_layers": "4"}, "num_hidden_layers '4' must be a positive integer"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),

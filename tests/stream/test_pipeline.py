@@ -10,6 +10,7 @@ from mrl.receiver.mrl_receiver.checksum import checksum, whole
 from mrl.receiver.mrl_receiver.links import LinkError, failed_key
 from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
 from mrl.reshard.layout import Layout
+from mrl.reshard.params import local_params
 from mrl.reshard.plan import plan_sync
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.gather import StageBuckets
@@ -52,6 +53,19 @@ def stage(model):
     plan = plan_sync(model_spec(read_config(model)), Layout(), 60_000, "float32", te=False)
     assert len(plan.buckets) > 4
     return StageBuckets(list(plan.buckets), trainer.params, None, sender=True, buffers=2)
+
+
+def test_experts_gathered_from_other_ranks_are_refused():
+    spec = model_spec({
+        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67, "rms_norm_eps": 1e-6, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 28,
+    })
+    layout = Layout(dp=2, ep=2)
+    params = {param.name: torch.zeros(param.shape) for param in local_params(spec, layout, layout.coord(0), te=False)}
+    plan = plan_sync(spec, layout, 60_000, "float32", te=False)
+    with pytest.raises(ValueError, match="buckets of stage 0 are gathered from 1 ranks, experts' from 2"):
+        StageBuckets(list(plan.buckets), params, None, sender=True, buffers=2)
 
 
 def ready_links(targets, **transports) -> Links:

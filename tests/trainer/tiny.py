@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 VOCAB = 131  # prime: no tensor-parallel size or padding divides it
 TEMPERATURE = 0.7
@@ -22,6 +22,7 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False, rope_parameters={
         "rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=24, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**_SIZES, head_dim=16, sliding_window=None, tie_word_embeddings=False),
 }
 
 

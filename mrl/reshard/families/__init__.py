@@ -4,11 +4,15 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from mrl.reshard.families.llama import LLAMA
+from mrl.reshard.families.mistral import MISTRAL
+from mrl.reshard.families.mixtral import MIXTRAL
 from mrl.reshard.families.qwen2 import QWEN2
+from mrl.reshard.families.qwen2_moe import QWEN2_MOE
 from mrl.reshard.families.qwen3 import QWEN3
+from mrl.reshard.families.qwen3_moe import QWEN3_MOE
 from mrl.reshard.rules import Family
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, QWEN2_MOE, QWEN3_MOE, MIXTRAL)
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

@@ -1,0 +1,54 @@
+"""The rules that models with routed experts add to those of `dense.py`, under the names most of them use.
+
+Every parameter is stored in the model's dtype, the router's too: Megatron's `moe_router_dtype` only says in which
+dtype the routing is computed. Experts' names differ by layer spec: MLPs of their own in the local one (SequentialMLP),
+weights of one grouped linear under Transformer Engine (TEGroupedMLP).
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mrl.reshard.families import dense
+from mrl.reshard.pieces import gate_up, replicated, row
+from mrl.reshard.rules import rule
+
+_MEGATRON = "decoder.layers.{layer}.mlp."
+_HF = "model.layers.{layer}.mlp."
+
+# What a config.json must say, if anything, so that no layer is dense.
+EVERY_LAYER = (("mlp_only_layers", None), ("decoder_sparse_step", 1))
+UNTRAINABLE = "the trainer builds dense layers only"
+
+# The router reads the normalised input as well, so that no linear can swallow the norm.
+MLP_NORM = replace(dense.MLP_NORM, te_name=dense.MLP_NORM.name)
+
+ROUTER = rule(
+    _MEGATRON + "router.weight", replicated,
+    (_HF + "gate.weight", "moe.num_experts hidden"),
+)
+GATE_UP = rule(
+    _MEGATRON + "experts.local_experts.{expert}.linear_fc1.weight", gate_up,
+    (_HF + "experts.{expert}.gate_proj.weight", "moe.ffn hidden"),
+    (_HF + "experts.{expert}.up_proj.weight", "moe.ffn hidden"),
+    te=_MEGATRON + "experts.linear_fc1.weight{expert}",
+)
+DOWN = rule(
+    _MEGATRON + "experts.local_experts.{expert}.linear_fc2.weight", row,
+    (_HF + "experts.{expert}.down_proj.weight", "hidden moe.ffn"),
+    te=_MEGATRON + "experts.linear_fc2.weight{expert}",
+)
+
+# The shared expert is an ordinary MLP, cut over tp.
+SHARED_GATE_UP = rule(
+    _MEGATRON + "shared_experts.linear_fc1.weight", gate_up,
+    (_HF + "shared_expert.gate_proj.weight", "moe.shared_ffn hidden"),
+    (_HF + "shared_expert.up_proj.weight", "moe.shared_ffn hidden"),
+)
+SHARED_DOWN = rule(
+    _MEGATRON + "shared_experts.linear_fc2.weight", row,
+    (_HF + "shared_expert.down_proj.weight", "hidden moe.shared_ffn"),
+)
+SHARED_GATE = rule(
+    _MEGATRON + "shared_experts.gate_weight", replicated,
+    (_HF + "shared_expert_gate.weight", "1 hidden"),
+)
