@@ -47,13 +47,8 @@ def connect_ray(address: str, namespace: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # mrl alone sets CUDA_VISIBLE_DEVICES
     options = {} if address != "local" else {"num_cpus": os.cpu_count(), "include_dashboard": False}
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR", **options)
-    # Ray's own handlers end the process at once. These unwind it, like Ctrl-C, so that all that was started is stopped.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
-
-
-def _leave(number: int, _frame) -> None:
-    raise SystemExit(128 + number)
+    # Ray sets a handler of its own. A trainer rank must end at once, even where it waits inside a collective.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def ray_address() -> str:
@@ -76,6 +71,8 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     from mrl.rollout.worker import RolloutWorker
 
     connect_ray(os.environ.get("RAY_ADDRESS", "local"), run_id)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     engines: list = []
     try:
         gate = ray.remote(num_cpus=0, max_concurrency=10_000)(EngineServer)
@@ -98,6 +95,11 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     finally:
         _stop(engines)
         ray.shutdown()
+
+
+def _leave(number: int, _frame) -> None:
+    """Unwind, as Ctrl-C does, so that all that was started is stopped."""
+    raise SystemExit(128 + number)
 
 
 def _stop(engines: list) -> None:

@@ -1,13 +1,15 @@
 """`mrl train`: makes the run directory, starts the fleet and the gang of trainers, follows them, and stops all."""
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Iterator, TextIO
 
 from mrl.cluster.fleet import STOP_TIMEOUT_S, ray_address, start_fleet
 from mrl.cluster.placement import place, with_device
@@ -30,7 +32,7 @@ def train(experiment: Experiment, run_dir: Path | None) -> int:
     guard_this_process(STOP_TIMEOUT_S)
     print(f"run directory: {run_dir}", flush=True)
     print("starting the engines and the rollout workers", flush=True)
-    with start_fleet(experiment, run_id, run_dir):
+    with sole_owner(run_dir), start_fleet(experiment, run_id, run_dir):
         (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address()}))
         code = run_gang(experiment, run_dir)
     print(closing_words(experiment, run_dir, code), flush=True)
@@ -43,7 +45,10 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
     Raises UserError when `run_dir` holds something else, or a run of another experiment.
     """
     if run_dir is None:
-        run_dir = Path(experiment.log.dir) / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir = Path(experiment.log.dir) / name
+        while run_dir.exists():  # another run began in the same second
+            run_dir = run_dir.with_name(f"{name}-{secrets.token_hex(2)}")
     run_dir = run_dir.resolve()
     config = run_dir / "config.yaml"
     if run_dir.exists() and any(run_dir.iterdir()) and not config.exists():
@@ -56,6 +61,17 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     dump_experiment(experiment, config)
     return run_dir
+
+
+@contextmanager
+def sole_owner(run_dir: Path) -> Iterator[None]:
+    """No other `mrl train` may write to the run directory meanwhile. UserError when one does."""
+    with open(run_dir / "lock", "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another mrl train runs in {run_dir}: wait for it, or name another --run-dir") from None
+        yield
 
 
 def run_gang(experiment: Experiment, run_dir: Path) -> int:

@@ -29,6 +29,21 @@ def test_a_run_is_resumed_with_more_steps_but_not_as_another_experiment(tmp_path
     assert (run_dir / "config.yaml").read_text() == before
 
 
+def test_two_runs_of_one_second_do_not_share_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.time, "strftime", lambda form: "20260101-000000")
+    exp = experiment(log={"dir": str(tmp_path)})
+    assert launch.prepare_run_dir(exp, None) != launch.prepare_run_dir(exp, None)
+
+
+def test_a_run_directory_has_one_launcher_at_a_time(tmp_path):
+    with launch.sole_owner(tmp_path):
+        with pytest.raises(UserError, match="another mrl train runs in"):
+            with launch.sole_owner(tmp_path):
+                pass
+    with launch.sole_owner(tmp_path):
+        pass
+
+
 def test_a_directory_with_other_things_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no run"):
