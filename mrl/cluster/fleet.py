@@ -71,8 +71,14 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     from mrl.rollout.worker import RolloutWorker
 
     connect_ray(os.environ.get("RAY_ADDRESS", "local"), run_id)
+    received: list[int] = []
+
+    def leave(number: int, _frame) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # passes through a ray.get, where a SystemExit would lose its code
+
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     engines: list = []
     try:
         gate = ray.remote(num_cpus=0, max_concurrency=10_000)(EngineServer)
@@ -92,14 +98,13 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
         except (DataError, RewardError, EngineStartError) as error:
             raise UserError(str(error.cause)) from None
         yield Fleet(engines, workers)
+    except KeyboardInterrupt:
+        if received:
+            raise SystemExit(128 + received[0]) from None
+        raise
     finally:
         _stop(engines)
         ray.shutdown()
-
-
-def _leave(number: int, _frame) -> None:
-    """Unwind, as Ctrl-C does, so that all that was started is stopped."""
-    raise SystemExit(128 + number)
 
 
 def _stop(engines: list) -> None:

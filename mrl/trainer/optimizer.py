@@ -86,18 +86,17 @@ class GuardedOptimizer:
 def _schedule(optimizer, section: OptimizerSection, total_steps: int) -> OptimizerParamScheduler:
     """lr at step k = 1 … total_steps: a linear warm-up that reaches `lr` at k = warmup_steps, then the decay.
 
-    The decay reaches `min_lr` one step after the last, so that no step is spent on a learning rate of 0.
+    The decay reaches `min_lr` one step after the last, so that no step is spent on a learning rate of 0. A run shorter
+    than its warm-up ends on the way to `lr`.
 
     Raises:
-        ValueError: the warm-up is longer than the run, or min_lr is above lr.
+        ValueError: min_lr is above lr.
     """
-    if section.warmup_steps > total_steps:
-        raise ValueError(f"trainer.optimizer.warmup_steps is {section.warmup_steps}, but the run has only "
-                         f"{total_steps} optimizer steps")
+    horizon = max(total_steps, section.warmup_steps) + 1
     if section.min_lr > section.lr:
         raise ValueError(f"trainer.optimizer.min_lr {section.min_lr} is above lr {section.lr}")
     return OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=section.lr, min_lr=section.min_lr, lr_warmup_steps=section.warmup_steps,
-        lr_decay_steps=total_steps + 1, lr_decay_style=section.schedule, start_wd=section.weight_decay,
-        end_wd=section.weight_decay, wd_incr_steps=total_steps + 1, wd_incr_style="constant",
+        lr_decay_steps=horizon, lr_decay_style=section.schedule, start_wd=section.weight_decay,
+        end_wd=section.weight_decay, wd_incr_steps=horizon, wd_incr_style="constant",
     )
