@@ -42,7 +42,7 @@ def train(experiment: Experiment, run_dir: Path | None) -> int:
 def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
     """A fresh directory under log.dir, or `run_dir`: resumed when it holds this experiment's run.
 
-    Raises UserError when `run_dir` holds something else, or a run of another experiment.
+    Raises UserError when `run_dir` holds something else, a run of another experiment, or one that is going on.
     """
     if run_dir is None:
         name = f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -59,7 +59,8 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
         done = ", all of them: raise loop.steps to train on" if steps[-1] >= experiment.loop.steps else ""
         print(f"resuming from checkpoint step {steps[-1]} of {experiment.loop.steps}{done}", flush=True)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    dump_experiment(experiment, config)
+    with sole_owner(run_dir):  # a run that is going on keeps its own experiment
+        dump_experiment(experiment, config)
     return run_dir
 
 

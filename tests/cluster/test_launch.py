@@ -44,6 +44,14 @@ def test_a_run_directory_has_one_launcher_at_a_time(tmp_path):
         pass
 
 
+def test_the_experiment_of_a_run_that_is_going_on_is_not_overwritten(tmp_path):
+    run_dir = launch.prepare_run_dir(experiment(), tmp_path / "run")
+    before = (run_dir / "config.yaml").read_text()
+    with launch.sole_owner(run_dir), pytest.raises(UserError, match="another mrl train runs in"):
+        launch.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
+    assert (run_dir / "config.yaml").read_text() == before
+
+
 def test_a_directory_with_other_things_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no run"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Optional, Protocol
@@ -64,10 +64,8 @@ class Meeting:
 
     def give_up(self) -> None:
         """Tell the others."""
-        try:
+        with suppress(RuntimeError):  # without the store the others give up by themselves
             self.store.set(failed_key(self.link), "1")
-        except RuntimeError:
-            pass  # without the store the others give up by themselves
 
 
 class Pending(Protocol):
