@@ -169,6 +169,7 @@ class _Process:
                 command + ([reward.function] if reward.function else []), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"PYTHONPATH": search_path})
         self._connection = Connection(ours.detach())
+        self._reaping = threading.Lock()
         self.dead = False
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
@@ -192,10 +193,11 @@ class _Process:
     def kill(self) -> None:
         """End the process and its group, and reap it. Safe from any thread, any number of times."""
         self.dead = True
-        # Once reaped, its number may belong to somebody else.
-        if self._popen.returncode is None:
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
+        with self._reaping:
+            # Once reaped, its number may belong to somebody else.
+            if self._popen.returncode is None:
+                os.killpg(self._popen.pid, signal.SIGKILL)
+                self._popen.wait()
 
     def disconnect(self) -> None:
         """Free the socket. Only once no thread is in `ask` or `receive`."""
