@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from mrl.reshard.families import FAMILIES, family_of
-from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range, layer_range
+from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
 from mrl.reshard.params import ParamPlan, hf_tensors, local_params
 from mrl.reshard.pieces import Piece
 from mrl.reshard.plan import DTYPE_BYTES, Bucket, BucketItem, SyncPlan, plan_sync
@@ -20,7 +20,7 @@ _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export
 __all__ = [
     "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "ExpertCoord", "FAMILIES", "Family", "Layout", "ModelSpec",
     "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "expert_range", "family_of",
-    "hf_tensors", "layer_range", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
+    "hf_tensors", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
     "read_config", *_WITH_TORCH,
 ]
 

@@ -30,7 +30,8 @@ def export_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the model exactly once, assembled on the CPU in the shards' dtype.
 
-    Stage by stage they come in model order, experts after all others and in the order of their index on the ranks.
+    Stage by stage and chunk by chunk they come in model order, experts after all others of their stage and in the order
+    of their index on the ranks.
 
     `get_local(coord, name)` returns the contiguous shard of a Megatron parameter (or of anything shaped like it, for
     example its gradient) on the rank at `coord`; it is asked once per shard. ValueError for a shard of another shape

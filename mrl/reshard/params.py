@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Iterable, Iterator
 
-from mrl.reshard.layout import Coord, Layout, expert_range, layer_range
+from mrl.reshard.layout import Coord, Layout, expert_range
 from mrl.reshard.pieces import HfTensor, Piece, Shape
 from mrl.reshard.rules import Rule
 from mrl.reshard.spec import ModelSpec, layout_problems
@@ -13,7 +13,10 @@ from mrl.reshard.spec import ModelSpec, layout_problems
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """One Megatron parameter of one rank: its name in `GPTModel.named_parameters()`, local shape, and its pieces."""
+    """One Megatron parameter of one rank: its name, local shape, and its pieces.
+
+    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1).
+    """
 
     name: str
     shape: Shape
@@ -39,12 +42,14 @@ Of an expert's parameter these are different experts, as many as ep, under the s
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A rule where it applies: one parameter of one rank. Layer and expert are numbered on the rank and over the model.
+    """A rule where it applies: one parameter of one chunk of a rank.
 
+    Layers are numbered in the chunk and over the model, experts on the rank and over the model.
     `copy`: the tied output weight, whose original leaves.
     """
 
     rule: Rule
+    prefix: str
     local_layer: int = 0
     layer: int = 0
     local_expert: int = 0
@@ -53,7 +58,7 @@ class _Entry:
 
     def name(self, te: bool) -> str:
         """Megatron's name."""
-        return self.rule.megatron(self.local_layer, self.local_expert, te)
+        return self.prefix + self.rule.megatron(self.local_layer, self.local_expert, te)
 
     def tensors(self, spec: ModelSpec) -> tuple[HfTensor, ...]:
         """The HF tensors it is made of."""
@@ -67,6 +72,11 @@ def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> lis
     """
     _check(spec, layout)
     return list(_plans(_entries(spec, layout, coord), spec, layout, coord, te))
+
+
+def chunk_prefix(layout: Layout, chunk: int) -> str:
+    """What stands before Megatron's names of the parameters of one chunk."""
+    return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
 def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
@@ -116,18 +126,25 @@ def _plans(
 
 def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
     """What the rank holds, in table order."""
-    family, first, last = spec.family, layout.is_first(coord), layout.is_last(coord)
+    for chunk in range(layout.vpp):
+        yield from _chunk_entries(spec, layout, coord, chunk)
+
+
+def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) -> Iterator[_Entry]:
+    """What one chunk of the rank holds, in table order."""
+    family, prefix = spec.family, chunk_prefix(layout, chunk)
+    first, last = layout.is_first(coord) and chunk == 0, layout.is_last(coord) and chunk == layout.vpp - 1
     experts = expert_range(spec.moe.num_experts, layout.ep, layout.expert_coord(coord).ep) if spec.moe else range(0)
 
     if first:
-        yield _Entry(family.embedding)
-    for local_layer, layer in enumerate(layer_range(spec.num_layers, layout.pp, coord.pp)):
+        yield _Entry(family.embedding, prefix)
+    for local_layer, layer in enumerate(layout.layers(spec.num_layers, coord.pp, chunk)):
         for rule in family.layer:
             for local_expert, expert in enumerate(experts if rule.expert else range(1)):
-                yield _Entry(rule, local_layer, layer, local_expert, expert)
+                yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)
     if last:
-        yield _Entry(family.final_norm)
+        yield _Entry(family.final_norm, prefix)
         if not spec.tied:
-            yield _Entry(family.output)
+            yield _Entry(family.output, prefix)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
-            yield _Entry(replace(family.output, hf=family.embedding.hf), copy=True)
+            yield _Entry(replace(family.output, hf=family.embedding.hf), prefix, copy=True)
