@@ -1,149 +1,266 @@
-"""The plan of a weight sync: which parameters are gathered together, and where every HF tensor lies in its bucket.
+"""The plan of a weight sync: who gathers what among whom, and who sends which bytes to whom.
 
-Pure: it depends on its arguments alone, needs no torch to be made, and is the same on every rank. `views.py` turns
-its buckets into copies between tensors.
+Pure: it depends on its arguments alone, needs no torch, and is the same on every rank. `plan_sync` computes the order and
+the size of every bucket at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine pays
+for its own share only. `views.py` turns buckets into copies between tensors.
+
+There is one order of all buckets, and every rank and worker goes through its own ones in that order: then no two of them
+can wait for each other in a circle.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Literal, Mapping, Sequence
 
+from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
-from mrl.reshard.params import Column, ParamPlan, exported_params, hf_shapes
-from mrl.reshard.pieces import Shape
+from mrl.reshard.network import Network
+from mrl.reshard.pieces import Box, Piece, Shape
 from mrl.reshard.spec import ModelSpec
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+Strategy = Literal["broadcast", "multi_sender", "sharded"]
+Mode = Literal["broadcast", "slices", "direct"]
+
 
 @dataclass(frozen=True, slots=True)
-class BucketItem:
-    """One HF tensor inside a flat bucket: elements offset … offset + numel, row-major."""
+class SyncOptions:
+    """How a sync is to be planned.
+
+    `bucket_bytes`: the most that a flat bucket, all its slices together, may have.
+    `dtype`: name of the dtype the weights leave in. `te`: see `local_params`.
+    `not_sharded`: HF tensors that must not go from shard to shard, because the engine holds them otherwise.
+    `smallest_bytes`: slices of fewer bytes are not made just to use more senders.
+    """
+
+    bucket_bytes: int
+    dtype: str
+    te: bool
+    strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = "auto"
+    not_sharded: frozenset[str] = field(default=frozenset())
+    smallest_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of the HF tensor `name` of shape `shape`: elements offset … offset + numel of its slice, row-major."""
 
     name: str
     shape: Shape
-    dtype: str
+    box: Box
     offset: int
+
+    @property
+    def box_shape(self) -> Shape:
+        """Sizes of the box."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return prod(self.box_shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is the tensor."""
+        return self.box_shape == self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank gives from one of its parameters: `pieces`, all of which leave, each inside one part of the slice."""
+
+    param: str
+    param_shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements given."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank sends at once: parts one behind the other, `numel` elements.
+
+    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them. Rank `ranks[m]` packs
+    the pieces of `shards[m]` in that order, each row-major over `piece.shape`, without gaps; the packed lengths may
+    differ. With one rank there is nothing to gather. A slice with no elements is neither gathered nor sent.
+    """
+
     numel: int
+    parts: tuple[Part, ...]
+    ranks: tuple[int, ...]
+    sender: int
+    shards: tuple[tuple[Contribution, ...], ...]
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of the longest contribution: what the gather pads to."""
+        return max((sum(given.numel for given in shard) for shard in self.shards), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One flat message: whole HF tensors of one dtype, all from pipeline stage `stage`.
+    """One flat message of one dtype. Slice s lies at s * slice_numel of it.
 
-    `shards[m]` are the parameters that the stage's m-th rank contributes, with its pieces: the same names, in the same
-    order and of the same local shapes for every m. Experts are gathered from the stage's first ep * etp ranks, all else
-    from its first tp ranks: the two share a bucket only where that is the same. One read back from the wire has none.
+    mode
+        broadcast   one slice: its sender broadcasts it to all workers of each of `engines`
+        slices      n slices, n = `EngineLayout.node`: slice s goes from its sender to the workers s, s + n, s + 2n, …;
+                    then the n workers of each node all-gather in place
+        direct      one slice of one rank, to `worker` alone
+
+    Only the `numel` elements of a slice travel to the engine; the all-gather moves `slice_numel` of each.
+    Buckets that do not broadcast have a single engine.
     """
 
     index: int
-    stage: int
     dtype: str
-    numel: int
-    items: tuple[BucketItem, ...]
-    shards: tuple[tuple[ParamPlan, ...], ...] = ()
+    mode: Mode
+    engines: tuple[int, ...]
+    worker: int | None
+    slices: tuple[Slice, ...]
 
     @property
-    def params(self) -> tuple[str, ...]:
-        """Megatron names gathered for this bucket, in order (names of stage `stage`)."""
-        return tuple(param.name for param in self.shards[0])
+    def slice_numel(self) -> int:
+        """Elements of the largest slice."""
+        return max(one.numel for one in self.slices)
 
     @property
-    def local_numel(self) -> int:
-        """Elements one rank contributes to the gather, padding included."""
-        return sum(param.numel for param in self.shards[0])
+    def numel(self) -> int:
+        """Elements of the flat bucket."""
+        return len(self.slices) * self.slice_numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat message."""
+        """Bytes of the flat bucket."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """All buckets of one sync, in the order they are sent."""
+class SliceOutline:
+    """A slice without its contents: bytes, ranks that hold them, and the one that sends them."""
 
-    buckets: tuple[Bucket, ...]
+    nbytes: int
+    ranks: tuple[int, ...]
+    sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A bucket without its contents. `stage`: the pipeline stage whose ranks give it."""
+
+    index: int
+    mode: Mode
+    engines: tuple[int, ...]
+    worker: int | None
+    stage: int
+    slices: tuple[SliceOutline, ...]
+
+
+class SyncPlan:
+    """All buckets of one sync, in order. Made by `plan_sync`.
+
+    strategy: the one planned. predictions: seconds of every strategy that was considered, by name. options, layout,
+    engine_layout, network: the arguments.
+    """
+
+    strategy: Strategy
+    predictions: Mapping[str, float]
+    options: SyncOptions
+    layout: Layout
+    engine_layout: EngineLayout
+    network: Network
+
+    @property
+    def outline(self) -> Sequence[Outline]:
+        """Every bucket in brief; item i is that of bucket i."""
+        raise NotImplementedError
+
+    def bucket(self, index: int) -> Bucket:
+        """One bucket with its contents."""
+        raise NotImplementedError
+
+    def of_rank(self, rank: int) -> Iterator[Bucket]:
+        """The buckets in which a trainer rank takes part, in order.
+
+        Slices that it takes no part in have neither parts nor shards there.
+        """
+        raise NotImplementedError
+
+    def of_engine(self, engine: int, worker: int | None = None) -> Iterator[Bucket]:
+        """The buckets that reach an engine (one of its workers), in order; without shards."""
+        raise NotImplementedError
+
+    @property
+    def gather_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of several ranks that gather something, each once: `Slice.ranks`, in the order all ranks share."""
+        raise NotImplementedError
+
+    def senders(self, engine: int) -> tuple[int, ...]:
+        """The trainer ranks that send to an engine, ascending."""
+        raise NotImplementedError
 
     @property
     def total_bytes(self) -> int:
-        """Bytes one engine worker receives in one sync."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        """Bytes of the model: all HF tensors once."""
+        raise NotImplementedError
+
+    @property
+    def max_slice_numel(self) -> int:
+        """Elements of the largest slice."""
+        raise NotImplementedError
 
     @property
     def max_bucket_numel(self) -> int:
-        """Elements of the largest flat message."""
-        return max(bucket.numel for bucket in self.buckets)
+        """Elements of the largest flat bucket."""
+        raise NotImplementedError
 
     @property
-    def max_local_numel(self) -> int:
-        """Elements of the largest contribution of one rank to a gather."""
-        return max(bucket.local_numel for bucket in self.buckets)
+    def bytes_by_sender(self) -> Mapping[int, int]:
+        """Bytes that each sending rank puts on the network, to all engines; a broadcast counts once an engine."""
+        raise NotImplementedError
 
-    def to_wire(self) -> dict[str, Any]:
-        """What a receiver needs, as plain JSON types: the buckets with name, shape, dtype and place of every item."""
-        return {"buckets": [
-            {
-                "index": bucket.index, "stage": bucket.stage, "dtype": bucket.dtype, "numel": bucket.numel,
-                "items": [
-                    {"name": item.name, "shape": list(item.shape), "dtype": item.dtype,
-                     "offset": item.offset, "numel": item.numel}
-                    for item in bucket.items
-                ],
-            }
-            for bucket in self.buckets
-        ]}
+    @property
+    def bytes_by_worker(self) -> tuple[int, ...]:
+        """Bytes that each worker of any engine takes from the network. All engines' are equal."""
+        raise NotImplementedError
 
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> SyncPlan:
-        """The receiver's view of a plan: `to_wire()` read back; its buckets have no shards."""
-        return cls(tuple(
-            Bucket(**{**bucket, "items": tuple(
-                BucketItem(**{**item, "shape": tuple(item["shape"])}) for item in bucket["items"]
-            )})
-            for bucket in wire["buckets"]
-        ))
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds that no execution of this plan can beat on `network`."""
+        raise NotImplementedError
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that this plan should take on `network`."""
+        raise NotImplementedError
+
+    def to_wire(self, engine: int) -> dict[str, Any]:
+        """What the receivers of one engine need, as plain JSON types; its form is described in `mrl_receiver/wire.py`."""
+        raise NotImplementedError
+
+    @property
+    def digest(self) -> str:
+        """Tells plans apart."""
+        raise NotImplementedError
 
 
-def plan_sync(spec: ModelSpec, layout: Layout, bucket_bytes: int, dtype: str, te: bool) -> SyncPlan:
-    """Packs every stage's parameters, in order, experts' last, into buckets of at most `bucket_bytes`.
+def plan_sync(
+    spec: ModelSpec, layout: Layout, engine_layout: EngineLayout, options: SyncOptions, network: Network = Network(),
+) -> SyncPlan:
+    """Plans a sync of the model from trainers laid out as `layout` to engines laid out as `engine_layout`.
 
-    The HF tensors of one Megatron parameter stay together; a parameter larger than a bucket gets one of its own. Tied
-    copies and vocabulary padding are not in it. `dtype`: name of the dtype the weights leave in. `te`: see
-    `local_params`. ValueError for an unknown dtype, a bucket size below 1 and an impossible layout.
+    broadcast     replica 0 alone sends, one rank a gather group, to all workers of all engines
+    multi_sender  slices dealt over all ranks, replicas and stages; workers of a node pass them on to each other
+    sharded       MLPs, experts and attention projections go from shard to shard; the rest as in multi_sender
+    auto          the one of least predicted time
+
+    A dense parameter is gathered among the tp ranks of one replica, an expert's among the etp ranks that hold it. HF
+    elements that several ranks hold leave from one of them. ValueError for an unknown dtype or strategy, a bucket size
+    below one element, and a layout that does not fit the model.
     """
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"dtype {dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, but must be at least 1")
-    limit = bucket_bytes // DTYPE_BYTES[dtype]
-    buckets: list[Bucket] = []
-    for stage in range(layout.pp):
-        for columns in _groups(exported_params(spec, layout, stage, te), limit):
-            buckets.append(_bucket(len(buckets), stage, dtype, columns))
-    return SyncPlan(tuple(buckets))
-
-
-def _groups(columns: Iterator[Column], limit: int) -> Iterator[list[Column]]:
-    """Consecutive parameters of the same ranks, of at most `limit` elements together (or one that alone has more)."""
-    group: list[Column] = []
-    filled = 0
-    for column in columns:
-        numel = sum(prod(shape) for shape in hf_shapes(column).values())
-        if group and (filled + numel > limit or len(column) != len(group[0])):
-            yield group
-            group, filled = [], 0
-        group.append(column)
-        filled += numel
-    if group:
-        yield group
-
-
-def _bucket(index: int, stage: int, dtype: str, columns: list[Column]) -> Bucket:
-    items, offset = [], 0
-    for column in columns:
-        for name, shape in hf_shapes(column).items():
-            items.append(BucketItem(name, shape, dtype, offset, prod(shape)))
-            offset += prod(shape)
-    return Bucket(index, stage, dtype, offset, tuple(items), tuple(zip(*columns)))
+    raise NotImplementedError
