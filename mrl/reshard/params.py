@@ -1,7 +1,7 @@
 """The parameters one rank holds: the family table applied to a model, a layout and a position."""
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Iterable, Iterator
 
@@ -34,10 +34,7 @@ class ParamPlan:
 
 
 Column = tuple[ParamPlan, ...]
-"""One parameter over the ranks of its stage that hold one copy of it: `column[m]` is what the stage's m-th rank holds.
-
-Of an expert's parameter these are different experts, as many as ep, under the same Megatron name.
-"""
+"""One parameter over the ranks of a gather group: `column[m]` is what the group's m-th rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +76,70 @@ def chunk_prefix(layout: Layout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
-def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
-    """The parameters of a stage that leave it, all but tied copies: in table order, experts' after all others."""
+@dataclass(frozen=True, slots=True)
+class GatherGroup:
+    """Ranks of one pipeline stage that hold some parameters between them, and once more on each replica.
+
+    `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold the
+    experts of this index; replicas are the expert dp ones. Experts never span indices.
+    `entries`: the parameters that leave from here, all but tied copies, in table order.
+    """
+
+    spec: ModelSpec = field(repr=False, compare=False)
+    layout: Layout
+    stage: int
+    ep: int | None
+    entries: tuple[_Entry, ...] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one replica."""
+        return self.layout.tp if self.ep is None else self.layout.etp
+
+    @property
+    def stride(self) -> int:
+        """Ranks from one replica to the next."""
+        return self.size if self.ep is None else self.size * self.layout.ep
+
+    @property
+    def replicas(self) -> int:
+        """How often the parameters are there."""
+        return self.layout.tp * self.layout.dp // self.stride
+
+    @property
+    def first(self) -> int:
+        """Global rank of the first rank of replica 0."""
+        return self.layout.sender(self.stage) + (self.ep or 0) * self.size
+
+    def ranks(self, replica: int) -> tuple[int, ...]:
+        """Global ranks of one replica."""
+        first = self.first + replica * self.stride
+        return tuple(range(first, first + self.size))
+
+    def tensors(self, entry: int) -> tuple[HfTensor, ...]:
+        """The HF tensors that parameter number `entry` is made of."""
+        return self.entries[entry].tensors(self.spec)
+
+    def column(self, entry: int, te: bool) -> Column:
+        """What the ranks of replica 0 hold of parameter number `entry`. Other replicas hold the same."""
+        coords = [self.layout.coord(rank) for rank in self.ranks(0)]
+        return tuple(plan for coord in coords
+                     for plan in _plans([self.entries[entry]], self.spec, self.layout, coord, te))
+
+
+def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
+    """Every group that has something to give, stage by stage, experts' after the other one.
+
+    ValueError listing every reason why the model cannot be cut this way.
+    """
     _check(spec, layout)
-    for expert in (False, True):
-        shards = []
-        for coord in layout.holders(stage, expert):
-            entries = (entry for entry in _entries(spec, layout, coord) if entry.rule.expert == expert)
-            shards.append(_plans(entries, spec, layout, coord, te))
-        for column in zip(*shards, strict=True):
-            if any(piece.leaves for param in column for piece in param.pieces):
-                yield column
-
-
-def hf_shapes(column: Column) -> dict[str, Shape]:
-    """Name and global shape of the HF tensors one parameter becomes, in table order."""
-    return {piece.hf: piece.hf_shape for param in column for piece in param.pieces}
+    for stage in range(layout.pp):
+        for ep in (None, *range(layout.ep if spec.moe else 0)):
+            group = GatherGroup(spec, layout, stage, ep, ())
+            held = _entries(spec, layout, layout.coord(group.first))
+            entries = tuple(entry for entry in held if entry.rule.expert == (ep is not None) and not entry.copy)
+            if entries:
+                yield replace(group, entries=entries)
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:

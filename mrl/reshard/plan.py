@@ -1,7 +1,7 @@
 """The plan of a weight sync: who gathers what among whom, and who sends which bytes to whom.
 
-Pure: it depends on its arguments alone, needs no torch, and is the same on every rank. `plan_sync` computes the order and
-the size of every bucket at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine pays
+Pure: it depends on its arguments alone, needs no torch, and is the same on every rank. `plan_sync` computes order, size
+and ways of all buckets at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine pays
 for its own share only. `views.py` turns buckets into copies between tensors.
 
 There is one order of all buckets, and every rank and worker goes through its own ones in that order: then no two of them
@@ -9,20 +9,30 @@ can wait for each other in a circle.
 """
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Iterator, Literal, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
 
+from mrl.reshard.bounds import lower_bound_s, predicted_s
+from mrl.reshard.buckets import DTYPE_BYTES, Bucket, Contribution, Outline, Part, Slice, SliceOutline
+from mrl.reshard.contents import Contents
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
+from mrl.reshard.loads import Load, size
 from mrl.reshard.network import Network
-from mrl.reshard.pieces import Box, Piece, Shape
+from mrl.reshard.params import gather_groups
+from mrl.reshard.parts import parts_of, shards_of
+from mrl.reshard.schedule import Schedule
 from mrl.reshard.spec import ModelSpec
-
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+from mrl.reshard.strategy import STRATEGIES, Task
+from mrl.reshard.wire import to_wire
 
 Strategy = Literal["broadcast", "multi_sender", "sharded"]
-Mode = Literal["broadcast", "slices", "direct"]
+
+_CLEARLY = 0.95  # of the predicted time of a simpler strategy is what a less simple one may take to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class SyncOptions:
     `dtype`: name of the dtype the weights leave in. `te`: see `local_params`.
     `not_sharded`: HF tensors that must not go from shard to shard, because the engine holds them otherwise.
     `smallest_bytes`: slices of fewer bytes are not made just to use more senders.
+    ValueError for an unknown dtype or strategy, and for a bucket that has no room for an element.
     """
 
     bucket_bytes: int
@@ -42,130 +53,46 @@ class SyncOptions:
     not_sharded: frozenset[str] = field(default=frozenset())
     smallest_bytes: int = 1 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of the HF tensor `name` of shape `shape`: elements offset … offset + numel of its slice, row-major."""
-
-    name: str
-    shape: Shape
-    box: Box
-    offset: int
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
+        if self.strategy not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy {self.strategy!r} is not known; known are auto, {', '.join(STRATEGIES)}")
+        if self.bucket_bytes < self.itemsize:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but must be at least {self.itemsize}, one element")
 
     @property
-    def box_shape(self) -> Shape:
-        """Sizes of the box."""
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the box."""
-        return prod(self.box_shape)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box is the tensor."""
-        return self.box_shape == self.shape
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one rank gives from one of its parameters: `pieces`, all of which leave, each inside one part of the slice."""
+class Outlines(Sequence[Outline]):
+    """Every bucket of a plan in brief, computed when it is asked for."""
 
-    param: str
-    param_shape: Shape
-    pieces: tuple[Piece, ...]
+    def __init__(self, schedule: Schedule, itemsize: int):
+        self._schedule, self._itemsize = schedule, itemsize
 
-    @property
-    def numel(self) -> int:
-        """Elements given."""
-        return sum(piece.numel for piece in self.pieces)
+    def __len__(self) -> int:
+        return self._schedule.length
 
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """What one rank sends at once: parts one behind the other, `numel` elements.
-
-    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them. Rank `ranks[m]` packs
-    the pieces of `shards[m]` in that order, each row-major over `piece.shape`, without gaps; the packed lengths may
-    differ. With one rank there is nothing to gather. A slice with no elements is neither gathered nor sent.
-    """
-
-    numel: int
-    parts: tuple[Part, ...]
-    ranks: tuple[int, ...]
-    sender: int
-    shards: tuple[tuple[Contribution, ...], ...]
-
-    @property
-    def packed_numel(self) -> int:
-        """Elements of the longest contribution: what the gather pads to."""
-        return max((sum(given.numel for given in shard) for shard in self.shards), default=0)
+    def __getitem__(self, index: int) -> Outline:
+        schedule = self._schedule
+        step, lane = schedule.at(index)
+        slices = []
+        for load, replica, (_, rank) in zip(step.loads, schedule.replicas(step, lane), step.senders):
+            ranks = schedule.groups[load.group].ranks(replica)
+            ranks = ranks if step.worker is None else ranks[rank:rank + 1]
+            sender = ranks[0] if step.worker is not None else ranks[rank]
+            slices.append(SliceOutline(load.numel * self._itemsize, ranks, sender))
+        return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, tuple(slices))
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One flat message of one dtype. Slice s lies at s * slice_numel of it.
-
-    mode
-        broadcast   one slice: its sender broadcasts it to all workers of each of `engines`
-        slices      n slices, n = `EngineLayout.node`: slice s goes from its sender to the workers s, s + n, s + 2n, …;
-                    then the n workers of each node all-gather in place
-        direct      one slice of one rank, to `worker` alone
-
-    Only the `numel` elements of a slice travel to the engine; the all-gather moves `slice_numel` of each.
-    Buckets that do not broadcast have a single engine.
-    """
-
-    index: int
-    dtype: str
-    mode: Mode
-    engines: tuple[int, ...]
-    worker: int | None
-    slices: tuple[Slice, ...]
-
-    @property
-    def slice_numel(self) -> int:
-        """Elements of the largest slice."""
-        return max(one.numel for one in self.slices)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat bucket."""
-        return len(self.slices) * self.slice_numel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat bucket."""
-        return self.numel * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class SliceOutline:
-    """A slice without its contents: bytes, ranks that hold them, and the one that sends them."""
-
-    nbytes: int
-    ranks: tuple[int, ...]
-    sender: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """A bucket without its contents. `stage`: the pipeline stage whose ranks give it."""
-
-    index: int
-    mode: Mode
-    engines: tuple[int, ...]
-    worker: int | None
-    stage: int
-    slices: tuple[SliceOutline, ...]
-
-
+@dataclass(frozen=True)
 class SyncPlan:
-    """All buckets of one sync, in order. Made by `plan_sync`.
+    """All buckets of one sync, in order. Made by `plan_sync`, of whose arguments it keeps all but the model.
 
-    strategy: the one planned. predictions: seconds of every strategy that was considered, by name. options, layout,
-    engine_layout, network: the arguments.
+    strategy: the one planned. predictions: seconds of every strategy that was considered, by name.
     """
 
     strategy: Strategy
@@ -174,79 +101,106 @@ class SyncPlan:
     layout: Layout
     engine_layout: EngineLayout
     network: Network
+    schedule: Schedule = field(repr=False)
+    total_bytes: int
+    """Of the model: all HF tensors once."""
 
     @property
     def outline(self) -> Sequence[Outline]:
         """Every bucket in brief; item i is that of bucket i."""
-        raise NotImplementedError
+        return Outlines(self.schedule, self.options.itemsize)
 
     def bucket(self, index: int) -> Bucket:
-        """One bucket with its contents."""
-        raise NotImplementedError
+        """One bucket with its contents. IndexError for one that is not there."""
+        return self._bucket(index, lambda outline: True, shards=True)
 
     def of_rank(self, rank: int) -> Iterator[Bucket]:
         """The buckets in which a trainer rank takes part, in order.
 
         Slices that it takes no part in have neither parts nor shards there.
         """
-        raise NotImplementedError
+        for index in self.schedule.of_rank(rank):
+            yield self._bucket(index, lambda outline: rank in outline.ranks, shards=True)
 
     def of_engine(self, engine: int, worker: int | None = None) -> Iterator[Bucket]:
         """The buckets that reach an engine (one of its workers), in order; without shards."""
-        raise NotImplementedError
+        for index in self.schedule.of_lane(engine % self.schedule.lanes):
+            step, _ = self.schedule.at(index)
+            if worker is None or step.worker in (None, worker):
+                yield self._bucket(index, lambda outline: True, shards=False)
 
-    @property
+    def _bucket(self, index: int, wanted: Callable[[SliceOutline], bool], shards: bool) -> Bucket:
+        """A bucket with the contents of the slices that are `wanted`, and perhaps what every rank gives to them."""
+        step, _ = self.schedule.at(index)
+        outline = self.outline[index]
+        slices = []
+        for load, brief, (_, rank) in zip(step.loads, outline.slices, step.senders):
+            parts, given = (), ()
+            if load.numel and wanted(brief):
+                parts = self._parts(load)
+                given = self._shards(load, None if step.worker is None else rank) if shards else ()
+            slices.append(Slice(load.numel, parts, brief.ranks, brief.sender, given))
+        return Bucket(index, self.options.dtype, outline.mode, outline.engines, outline.worker, tuple(slices))
+
+    def _parts(self, load: Load) -> tuple[Part, ...]:
+        return parts_of(load, self.schedule.groups[load.group])
+
+    def _shards(self, load: Load, rank: int | None) -> tuple[tuple[Contribution, ...], ...]:
+        return shards_of(load, self.schedule.groups[load.group], self.options.te, rank)
+
+    @cached_property
     def gather_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Every set of several ranks that gather something, each once: `Slice.ranks`, in the order all ranks share."""
-        raise NotImplementedError
+        schedule = self.schedule
+        found = set()
+        for track in schedule.tracks:
+            for step in track.steps:
+                if step.worker is None:
+                    for lane in range(schedule.lanes):
+                        found.update((load.group, replica)
+                                     for load, replica in zip(step.loads, schedule.replicas(step, lane))
+                                     if load.numel and schedule.groups[load.group].size > 1)
+        return tuple(schedule.groups[group].ranks(replica) for group, replica in sorted(found))
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """The trainer ranks that send to an engine, ascending."""
-        raise NotImplementedError
+        return self.schedule.senders(engine % self.schedule.lanes)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the model: all HF tensors once."""
-        raise NotImplementedError
-
-    @property
+    @cached_property
     def max_slice_numel(self) -> int:
         """Elements of the largest slice."""
-        raise NotImplementedError
+        return max(load.numel for track in self.schedule.tracks for step in track.steps for load in step.loads)
 
-    @property
+    @cached_property
     def max_bucket_numel(self) -> int:
         """Elements of the largest flat bucket."""
-        raise NotImplementedError
+        return max(len(step.loads) * max(load.numel for load in step.loads)
+                   for track in self.schedule.tracks for step in track.steps)
 
     @property
     def bytes_by_sender(self) -> Mapping[int, int]:
         """Bytes that each sending rank puts on the network, to all engines; a broadcast counts once an engine."""
-        raise NotImplementedError
+        sent = self.schedule.totals.sent
+        return {rank: int(sent[rank]) * self.options.itemsize for rank in sent.nonzero()[0].tolist()}
 
     @property
     def bytes_by_worker(self) -> tuple[int, ...]:
         """Bytes that each worker of any engine takes from the network. All engines' are equal."""
-        raise NotImplementedError
+        return tuple(int(count) * self.options.itemsize for count in self.schedule.totals.received)
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds that no execution of this plan can beat on `network`."""
-        raise NotImplementedError
+        """Seconds that no execution of this plan can beat on `network` (`bounds.py`)."""
+        return lower_bound_s(self.schedule, self.options.itemsize, self.network)
 
     @property
     def predicted_s(self) -> float:
-        """Seconds that this plan should take on `network`."""
-        raise NotImplementedError
+        """Seconds that this plan should take on `network` (`bounds.py`)."""
+        return self.predictions[self.strategy]
 
     def to_wire(self, engine: int) -> dict[str, Any]:
         """What the receivers of one engine need, as plain JSON types; its form is described in `mrl_receiver/wire.py`."""
-        raise NotImplementedError
-
-    @property
-    def digest(self) -> str:
-        """Tells plans apart."""
-        raise NotImplementedError
+        return to_wire(self.of_engine(engine), self.senders(engine), self.engine_layout.world, self.engine_layout.node)
 
 
 def plan_sync(
@@ -263,4 +217,23 @@ def plan_sync(
     elements that several ranks hold leave from one of them. ValueError for an unknown dtype or strategy, a bucket size
     below one element, and a layout that does not fit the model.
     """
-    raise NotImplementedError
+    groups = tuple(gather_groups(spec, layout))
+    contents = Contents(groups, engine_layout, options.not_sharded)
+    task = Task(groups, contents, engine_layout, options.bucket_bytes // options.itemsize,
+                -(-options.smallest_bytes // options.itemsize))
+    schedules = {name: Schedule(name, groups, strategy(task), engine_layout)
+                 for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
+    predictions = {name: predicted_s(schedule, options.itemsize, network) for name, schedule in schedules.items()}
+    chosen = _choose(predictions)
+    numel = sum(size(contents.everything(number, sharded=False)) for number in range(len(groups)))
+    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen],
+                    numel * options.itemsize)
+
+
+def _choose(predictions: Mapping[str, float]) -> str:
+    """The least predicted time; of about equal ones the simplest strategy, which comes first."""
+    best, *others = predictions
+    for name in others:
+        if predictions[name] < _CLEARLY * predictions[best]:
+            best = name
+    return best
