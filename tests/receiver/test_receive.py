@@ -35,7 +35,7 @@ class Sender:
         if self.transport is None:
             store = open_store("127.0.0.1", self.store.port, time.monotonic() + 20)
             self.transport = GlooTransport(
-                Meeting(store, "127.0.0.1", request.link, 0, 0, 1 + self.workers, torch.device("cpu")),
+                Meeting(store, "127.0.0.1", request.link, "0", 0, 1 + self.workers, torch.device("cpu")),
                 time.monotonic() + 20)
 
     def send(self, request: SyncRequest, values, count: int = 99) -> None:

@@ -126,7 +126,7 @@ class Receiver:
         if request.connect:
             for stage in self.plan.stages:
                 self.transports[stage] = connect(request.transport, Meeting(
-                    self.store, request.store_host, request.link, stage, 1 + self.worker, 1 + self.workers,
+                    self.store, request.store_host, request.link, str(stage), 1 + self.worker, 1 + self.workers,
                     self.device), deadline)
             self.link = request.link
 
