@@ -141,6 +141,11 @@ class Plan:
         return tuple(bucket for bucket in self.buckets if bucket.worker in (None, worker))
 
     @property
+    def tensor_kinds(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """(shape, dtype) of every tensor, in the order in which they are first sent."""
+        return {part.name: (part.shape, bucket.torch_dtype) for bucket in self.buckets for part, _ in bucket.parts}
+
+    @property
     def direct(self) -> frozenset[str]:
         """Names of the tensors that go as shards, each to the worker that holds it."""
         return frozenset(part.name for bucket in self.buckets if bucket.mode == "direct" for part, _ in bucket.parts)
@@ -155,6 +160,11 @@ class Plan:
     def point_to_point(self) -> bool:
         """Whether anything goes from one sender to one worker."""
         return any(bucket.mode != "broadcast" for bucket in self.buckets)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the workers of a node join slices."""
+        return self.node > 1 and any(bucket.mode == "slices" for bucket in self.buckets)
 
 
 def _read_bucket(entry: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Bucket:
