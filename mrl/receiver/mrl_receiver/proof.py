@@ -80,9 +80,9 @@ def _attributes(attributes: Mapping[str, Any], prefix: str, nested: bool) -> Ite
         if key in NOT_WEIGHTS or key in ("_parameters", "_buffers", "_modules"):
             continue
         for position, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            name = f"{prefix}.{key}" + (f".{position}" if isinstance(value, (list, tuple)) else "")
+            name = ".".join([prefix, key, str(position)] if isinstance(value, (list, tuple)) else [prefix, key])
             if isinstance(one, torch.Tensor):
-                yield name, one
+                yield name.lstrip("."), one
             elif nested and hasattr(one, "__dict__") and not isinstance(one, (torch.nn.Module, type)):
                 yield from _attributes(vars(one), name, nested=False)
 
