@@ -101,7 +101,7 @@ class Links:
         try:
             store = open_store(request.store_host, request.store_port, deadline)
             self.open[request.engine] = connect(request.transport, Meeting(
-                store, request.store_host, request.link, self.stage, SENDER_RANK, 1 + target.workers, self.device),
+                store, request.store_host, request.link, str(self.stage), SENDER_RANK, 1 + target.workers, self.device),
                 deadline)
         except LinkError as error:
             self.drop(request.engine, str(error))

@@ -20,7 +20,7 @@ def main(link: str, push: int, count: int) -> None:
     print(store.port, flush=True)
     store.wait([f"{link}/ready/{push}/0"])
     deadline = time.monotonic() + 60
-    transport = GlooTransport(Meeting(store, "127.0.0.1", link, 0, 0, 2, torch.device("cpu")), deadline)
+    transport = GlooTransport(Meeting(store, "127.0.0.1", link, "0", 0, 2, torch.device("cpu")), deadline)
     for bucket in plan.buckets[:count]:
         transport.broadcast(torch.full((bucket.numel,), 0.5), deadline).wait(deadline)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -68,6 +68,11 @@ class WeightReceiver:
         return self._mrl_receiver().prepare(SyncRequest.from_json(request))
 
     @_answering
+    def mrl_prove(self, request: str) -> dict[str, Any]:
+        """Receiver.prove of a SyncRequest in JSON."""
+        return self._mrl_receiver().prove(SyncRequest.from_json(request))
+
+    @_answering
     def mrl_receive(self, request: str) -> dict[str, Any]:
         """Receiver.receive of a SyncRequest in JSON."""
         return self._mrl_receiver().receive(SyncRequest.from_json(request))
