@@ -6,20 +6,14 @@ model is built, also keeps the CPU backend from serving stale weights.
 """
 from __future__ import annotations
 
-import logging
-import os
-import traceback
-from functools import wraps
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from vllm.model_executor.layers import linear, utils
 from vllm.platforms import current_platform
 
+from .answers import answer, make_receiver
 from .receive import Receiver
-from .wire import SyncRequest
-
-logger = logging.getLogger(__name__)
 
 
 def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -38,50 +32,24 @@ if current_platform.is_cpu():
     _keep_plain_weights()
 
 
-def _answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Errors become answers: one that left a worker would end the whole server."""
-
-    @wraps(method)
-    def answer(self, *arguments: Any) -> dict[str, Any]:
-        try:
-            return {"error": None, **method(self, *arguments)}
-        except Exception as error:
-            logger.error("%s failed\n%s", method.__name__, traceback.format_exc())
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    return answer
-
-
 class WeightReceiver:
-    """Methods added to a vLLM worker. Arguments and answers are JSON; "error" is None or says what failed."""
+    """Methods added to a vLLM worker: those of `answers.METHODS`, under the same names."""
 
-    @_answering
     def mrl_identity(self) -> dict[str, Any]:
-        """Who this worker is: run id, engine index, incarnation, all as given at start."""
-        receiver = self._mrl_receiver()
-        return {"run_id": receiver.run_id, "engine": receiver.engine, "incarnation": receiver.incarnation,
-                "worker": receiver.worker}
+        return answer(self._mrl_receiver, "mrl_identity")
 
-    @_answering
     def mrl_prepare(self, request: str) -> dict[str, Any]:
-        """Receiver.prepare of a SyncRequest in JSON."""
-        return self._mrl_receiver().prepare(SyncRequest.from_json(request))
+        return answer(self._mrl_receiver, "mrl_prepare", request)
 
-    @_answering
     def mrl_receive(self, request: str) -> dict[str, Any]:
-        """Receiver.receive of a SyncRequest in JSON."""
-        return self._mrl_receiver().receive(SyncRequest.from_json(request))
+        return answer(self._mrl_receiver, "mrl_receive", request)
 
-    @_answering
     def mrl_scramble(self, seed: str) -> dict[str, Any]:
-        """Receiver.scramble, for tests."""
-        self._mrl_receiver().scramble(int(seed))
-        return {}
+        return answer(self._mrl_receiver, "mrl_scramble", seed)
 
     def _mrl_receiver(self) -> Receiver:
         if "_mrl_receiver_made" not in self.__dict__:
             model = self.model_runner.model
-            self._mrl_receiver_made = Receiver(
-                model, model.load_weights, os.environ["MRL_RUN_ID"], int(os.environ["MRL_ENGINE"]),
-                int(os.environ["MRL_INCARNATION"]), self.rank, self.parallel_config.world_size)
+            self._mrl_receiver_made = make_receiver(model, model.load_weights, self.rank,
+                                                    self.parallel_config.world_size)
         return self._mrl_receiver_made
