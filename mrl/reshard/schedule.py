@@ -113,7 +113,7 @@ class Schedule:
             for step in track.steps:
                 found.update((load.group, replica, rank) for load, replica, (_, rank)
                              in zip(step.loads, self.replicas(step, lane), step.senders) if load.numel)
-        return tuple(sorted(self.groups[group].ranks(replica)[rank] for group, replica, rank in found))
+        return tuple(sorted({self.groups[group].ranks(replica)[rank] for group, replica, rank in found}))
 
     def _shift(self, track: Track, lane: int) -> int:
         """Steps by which a lane is ahead of slot 0: lanes that share replicas are spread over `track.spread` steps."""

@@ -33,7 +33,7 @@ NAN = float("nan")
 
 def poison_used_buffers() -> None:
     """Whatever was sent, packed or put in place is overwritten at once: nobody may still need it."""
-    start, finish, fill, apply = Links.start, Links.finish, Gatherer.fill, Routes.apply
+    start, finish, fill, init, apply = Links.start, Links.finish, Gatherer.fill, Routes.__init__, Routes.apply
     under_way: deque[torch.Tensor] = deque()
 
     def poisoned_start(links, engines, flat, *arguments):
@@ -49,12 +49,16 @@ def poison_used_buffers() -> None:
         gatherer.packed.fill_(0xFF)
         gatherer.gathered.fill_(0xFF)
 
+    def keep_slots(routes, buckets, slots, *arguments):
+        init(routes, buckets, slots, *arguments)
+        routes.to_poison = slots
+
     def poisoned_apply(routes, position):
         apply(routes, position)
-        routes.slots[position].fill_(NAN)
+        routes.to_poison[position].fill_(NAN)
 
-    Links.start, Links.finish, Gatherer.fill, Routes.apply = (poisoned_start, poisoned_finish, poisoned_fill,
-                                                              poisoned_apply)
+    Links.start, Links.finish, Gatherer.fill = poisoned_start, poisoned_finish, poisoned_fill
+    Routes.__init__, Routes.apply = keep_slots, poisoned_apply
 
 
 def engines_for(experiment, model: Path, workers: int) -> list[ToyEngine]:
@@ -90,10 +94,9 @@ def push_twice(case: list, strategy: str, models: dict[str, str]) -> None:
     check_memory(sync)
     senders = len({sender for engine in range(ENGINES) for sender in sync.plan.senders(engine)})
     modes = sorted({bucket.mode for bucket in sync.plan.outline})
-    received = sum(sum(sync.plan.bytes_by_worker) for _ in range(ENGINES))
+    assert report.bytes == sum(sync.plan.bytes_by_sender.values()), report
     if rank == 0:
-        print("CASE", json.dumps({"case": case, "strategy": strategy, "senders": senders, "modes": modes,
-                                  "bytes": report.bytes, "received": received}), flush=True)
+        print("CASE", json.dumps({"case": case, "strategy": strategy, "senders": senders, "modes": modes}), flush=True)
     sync.close()
     dist.barrier()
     for engine in engines or []:

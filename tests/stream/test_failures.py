@@ -23,13 +23,13 @@ from tests.stream.toys import ToyEngine, ToyModel
 
 WORKERS, ENGINES, TIMEOUT_S = 2, 2, 20.0
 SOME_WAY = 3  # messages that get through before something breaks
-TWISTED = "model.layers.1.mlp.up_proj.weight"
+REPLICATED = "model.layers.1.mlp.up_proj.weight"
 
 
 class Gang:
     """One rank and its engines."""
 
-    def __init__(self, model, strategy: str, twisted: str = ""):
+    def __init__(self, model, strategy: str, replicated: str = ""):
         spec = model_spec(read_config(model))
         shapes = dict(hf_tensors(spec))
         experiment = make_experiment(
@@ -37,7 +37,7 @@ class Gang:
             rollout={"parallel": {"tp": WORKERS}}, cluster={"rollout_gpus": ENGINES * WORKERS})
         self.model, self.trainer = model, FakeTrainer(model, Layout(), Layout().coord(0))
         self.engines = [ToyEngine(experiment, index, lambda worker, workers: ToyModel(
-            shapes, spec.kv_heads, worker, workers, twisted), WORKERS) for index in range(ENGINES)]
+            shapes, spec.kv_heads, worker, workers, replicated), WORKERS) for index in range(ENGINES)]
         self.sync = WeightSync(experiment, self.trainer, self.engines, RUN_ID)
 
     def push(self, step: int):
@@ -164,12 +164,12 @@ def test_an_engine_that_stops_reading_costs_its_own_link_alone(gang, monkeypatch
 
 
 def test_a_tensor_that_cannot_go_as_a_shard_travels_whole_and_is_named(model, one_rank, caplog):
-    gang = Gang(model, "sharded", twisted=TWISTED)
+    gang = Gang(model, "sharded", replicated=REPLICATED)
     with caplog.at_level(logging.WARNING):
         report = gang.push(1)
     assert report.ok, report
     warnings = [record.getMessage() for record in caplog.records if "cannot take them as shards" in record.getMessage()]
-    assert len(warnings) == 1 and TWISTED in warnings[0] and "q_proj" not in warnings[0]
-    assert gang.engines[0].holds(weights(model, 1)) and gang.sync.options.not_sharded == {TWISTED}
+    assert len(warnings) == 1 and REPLICATED in warnings[0] and "q_proj" not in warnings[0]
+    assert gang.engines[0].holds(weights(model, 1)) and gang.sync.options.not_sharded == {REPLICATED}
     gang.assert_heals(2)
     gang.stop()

@@ -26,14 +26,14 @@ VOCABULARY_MULTIPLE = 64  # rows of the padded vocabulary, over all workers: vLL
 class ToyModel(torch.nn.Module):
     """One worker's shards, cut as vLLM cuts them over tp; every HF tensor has a parameter of its own.
 
-    shapes: of the HF tensors. kv_heads: with more workers than that, several hold the same head. twisted: the tensor
-    that this model's loader stores with its first two rows exchanged, so that a shard is not what the loader makes.
+    shapes: of the HF tensors. kv_heads: with more workers than that, several hold the same head. replicated: a tensor
+    that every worker of this model holds whole, unlike vLLM's.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], kv_heads: int, worker: int, workers: int,
-                 twisted: str = ""):
+                 replicated: str = ""):
         super().__init__()
-        self.kv_heads, self.worker, self.workers, self.twisted = kv_heads, worker, workers, twisted
+        self.kv_heads, self.worker, self.workers, self.replicated = kv_heads, worker, workers, replicated
         self.cuts = {name: self._cut(name, shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
             size = torch.zeros(1).expand(shape)[self.cuts[name]].shape
@@ -44,28 +44,21 @@ class ToyModel(torch.nn.Module):
     def load_weights(self, named) -> None:
         for name, tensor in named:
             part = tensor[self.cuts[name]]
-            home = self.get_parameter(self._own(name)).data[:part.shape[0]]
-            if name == self.twisted:
-                home[:1].copy_(part[1:2])
-                home[1:2].copy_(part[:1])
-                home, part = home[2:], part[2:]
-            home.copy_(part)
+            self.get_parameter(self._own(name)).data[:part.shape[0]].copy_(part)
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether every element is what the loader would have made of these tensors."""
-        for name, tensor in tensors.items():
-            part = tensor[self.cuts[name]]
-            if name == self.twisted:
-                part = torch.cat([part[1:2], part[:1], part[2:]])
-            if not torch.equal(self.get_parameter(self._own(name))[:part.shape[0]], part):
-                return False
-        return True
+        parts = {name: tensor[self.cuts[name]] for name, tensor in tensors.items()}
+        return all(torch.equal(self.get_parameter(self._own(name))[:part.shape[0]], part)
+                   for name, part in parts.items())
 
     def _own(self, name: str) -> str:
         return name.replace(".", "/")
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         worker, workers = self.worker, self.workers
+        if name == self.replicated:
+            return (slice(None),)
         if VOCABULARY.search(name):
             rows = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // workers
             return (slice(min(worker * rows, shape[0]), min((worker + 1) * rows, shape[0])),)
