@@ -121,7 +121,7 @@ class Sampling(Section):
 
 
 class Rollout(Section):
-    engine: Literal["vllm"] = Field("vllm", description="inference engine")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
     sampling: Sampling = Sampling()

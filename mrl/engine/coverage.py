@@ -14,8 +14,8 @@ from mrl.receiver.mrl_receiver.wire import Holding, Lattice, Shape
 MAX_PROBLEMS = 5
 
 
-def coverage_problems(tensors: Mapping[str, Shape], replies: Iterable[Mapping], expected: Optional[Mapping[str, Mapping]]
-                      ) -> list[str]:
+def coverage_problems(tensors: Mapping[str, Shape], replies: Iterable[Mapping],
+                      expected: Optional[Mapping[str, Mapping]]) -> list[str]:
     """What is wrong, one sentence each; empty when all is well.
 
     tensors: every HF tensor's shape. replies: one a worker, with "holdings" and "opaque" in wire form. expected: the

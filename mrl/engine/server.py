@@ -19,7 +19,7 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, Prepared, SyncError,
                             SyncResult, Version)
 from mrl.engine.coverage import coverage_problems, summary
-from mrl.engine.vllm import VllmServer
+from mrl.engine.engines import SERVERS
 from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,16 @@ class EngineServer:
     """One engine of the fleet, across restarts of its server.
 
     gpus: the server's GPU indices on this machine, none for a CPU engine. load_weights: it reads the weights of
-    model.path and serves them at once as LOADED_VERSION, instead of waiting to be given some. The server's log is
-    run_dir/logs/engine_<index>.log.
+    model.path and serves them at once as LOADED_VERSION, instead of waiting to be given some. make_server: None means
+    that of rollout.engine. The server's log is run_dir/logs/engine_<index>.log.
     """
 
     def __init__(self, experiment: Experiment, index: int, run_id: str, run_dir: Path | str, gpus: Sequence[int] = (),
-                 load_weights: bool = False, make_server: Callable[..., Any] = VllmServer):
+                 load_weights: bool = False, make_server: Optional[Callable[..., Any]] = None):
         self._experiment, self._index, self._run_id = experiment, index, run_id
         self._log_path = Path(run_dir).resolve() / "logs" / f"engine_{index}.log"
-        self._gpus, self._load_weights, self._make_server = tuple(gpus), load_weights, make_server
+        self._gpus, self._load_weights = tuple(gpus), load_weights
+        self._make_server = make_server or SERVERS[experiment.rollout.engine]
         self._state, self._error = "starting", None
         self._why_closed = "it has not been started"
         self._incarnation, self._restarts = 0, 0

@@ -251,7 +251,9 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_byte(answer, words):
     with_engine(scenario)
 
 
-@pytest.mark.parametrize("wire, words", [({}, "malformed: KeyError 'tensors'"), ({**PLAN, "node": 2}, "malformed: Val")])
+@pytest.mark.parametrize("wire, words", [
+    ({}, "malformed: KeyError 'tensors'"), ({**PLAN, "node": 2}, "malformed: ValueError 1 workers"),
+])
 def test_a_malformed_plan_and_a_sync_without_one_are_refused(wire, words):
     async def scenario(engine, server):
         with pytest.raises(SyncError, match="given no plan"):

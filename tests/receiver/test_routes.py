@@ -8,7 +8,7 @@ import torch
 from mrl.receiver.mrl_receiver.routes import Routes, intersect, misfits
 from mrl.receiver.mrl_receiver.trace import trace
 from mrl.receiver.mrl_receiver.wire import Part, Plan
-from tests.receiver.toy import Draft, ToyMoe, flat_of, mixed_plan, rows, tensors
+from tests.receiver.toy import EXPERTS, Draft, ToyMoe, flat_of, mixed_plan, rows, tensors
 from tests.receiver.test_trace import Weight, kinds
 
 
@@ -83,7 +83,7 @@ def test_shards_that_do_not_fit_are_named():
     traced = trace(plan.tensor_kinds, model, model.load_weights)
     assert misfits(plan, 0, traced) == {}
     other = misfits(plan, 1, traced)  # what worker 1 gets is not what worker 0 holds
-    assert other.keys() == {"q", "k", "o", *(f"experts.{e}.{kind}" for e in range(4) for kind in ("gate", "up", "down"))}
+    assert other.keys() == {"q", "k", "o", *EXPERTS}
     assert "worker 1: it holds a block of 12 elements and is sent 0 of them" == other["q"]
     assert "worker 1: it is sent 24 elements and holds 0" == other["experts.3.up"]
 

@@ -1,4 +1,7 @@
 """Tracing finds the loader's copies and changes nothing; what is more than a copy, it says."""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -45,6 +48,21 @@ def test_a_loader_that_takes_everything_before_it_works_is_traced_the_same():
     lazily = trace(kinds(SHAPES), model, model.load_weights)
     eagerly = trace(kinds(SHAPES), model, lambda named: model.load_weights(list(named)))
     assert lattices(eagerly) == lattices(lazily) and eagerly.together == lazily.together
+
+
+def test_a_loader_that_works_in_threads_is_traced_the_same():
+    model = ToyMoe(1, 2)
+
+    def load(named):
+        with ThreadPoolExecutor() as pool:
+            for future in [pool.submit(model.load_weights, [one]) for one in named if not one[0].startswith("pair")]:
+                future.result()
+
+    in_threads = trace(kinds(SHAPES), model, load)
+    assert lattices(in_threads) == lattices(trace(kinds(SHAPES), model, model.load_weights))
+    assert all((parameter == -9).all() for parameter in model.parameters())
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident(), "pools are as they were"
 
 
 @pytest.mark.parametrize("shapes, words", [

@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Collection, Optional
 
 import torch
 import torch.distributed as dist
@@ -51,13 +51,14 @@ class Receiver:
     """Receives syncs into `model`. Made once in a worker's life.
 
     load: the engine's loader of HF tensors. refresh: recomputes what the engine derives from parameters, after every
-    sync. worker: this worker's number, 0 … workers-1. `dirty` is True from the first overwritten parameter until all
-    of a sync is in place.
+    sync; derived: the parameters that it makes, which come with no HF tensor. worker: this worker's number, 0 …
+    workers-1. `dirty` is True from the first overwritten parameter until all of a sync is in place.
     """
 
     def __init__(self, model: torch.nn.Module, load: Loader, run_id: str, engine: int, incarnation: int,
-                 worker: int, workers: int, refresh: Callable[[], None] = lambda: None):
-        self.model, self.load, self.refresh = model, load, refresh
+                 worker: int, workers: int, refresh: Callable[[], None] = lambda: None,
+                 derived: Collection[str] = ()):
+        self.model, self.load, self.refresh, self.derived = model, load, refresh, frozenset(derived)
         self.run_id, self.engine, self.incarnation = run_id, engine, incarnation
         self.worker, self.workers = worker, workers
         self.device = next(model.parameters()).device
@@ -84,7 +85,7 @@ class Receiver:
             raise Refused(f"the plan is for {plan.workers} workers; this engine has {self.workers}")
         if plan.tensor_kinds != self.tensors:
             traced = trace(plan.tensor_kinds, self.model, self.load)
-            if left_out := traced.untouched(self.model):
+            if left_out := [name for name in traced.untouched(self.model) if name not in self.derived]:
                 raise TraceError(f"the engine's parameters {', '.join(left_out[:5])} (of {len(left_out)}) receive "
                                  f"nothing from the plan")
             self.tensors, self.traced = plan.tensor_kinds, traced

@@ -6,8 +6,11 @@ written while tracing, so a plan that the loader refuses leaves the engine as it
 """
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .wire import Lattice, Shape
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-"""The engine's own: takes (HF name, HF tensor) pairs, and works in the thread that calls it."""
+"""The engine's own: takes (HF name, HF tensor) pairs."""
 
 _aten = torch.ops.aten
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
@@ -65,7 +68,7 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
     nbytes = max(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
     recorder = _Recorder(torch.empty(nbytes, dtype=torch.uint8, device=device), memory_of(model))
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, _in_this_thread():
             load(recorder.feed(tensors))
     except TraceError:
         raise
@@ -73,6 +76,22 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
         raise TraceError(f"the engine's loader refuses {recorder.current} of shape "
                          f"{list(tensors[recorder.current][0])}: {type(error).__name__}: {error}") from error
     return recorder.result()
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Within the block thread pools work at once in the thread that asks them: a dispatch mode sees no other's copies,
+    and SGLang's loaders copy in pools."""
+    def submit(_: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    with patch.object(ThreadPoolExecutor, "submit", submit):
+        yield
 
 
 def memory_of(model: torch.nn.Module) -> dict[int, str]:
