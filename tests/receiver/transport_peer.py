@@ -2,8 +2,8 @@
 scenarios separated by commas. Prints one JSON line a scenario: what happened.
 
 Transport host_ipc is cuda_ipc with files mapped into memory for a GPU's buffers. Scenarios: transfers, broadcast,
-gather, speed, patience (nobody sends), lose (the last rank is killed while the others wait for it), strangers (first transfer
-between two that cannot).
+gather, speed, patience (nobody sends), lose (the last rank is killed while the others wait for it), strangers (the
+first transfer between two that cannot).
 """
 import json
 import os

@@ -71,6 +71,7 @@ class CudaIpcTransport:
         self.meeting.give_up()
         for peer in self.peers.values():
             peer.connection.close()
+            peer.mapped.clear()  # or the sender's memory could not be used for anything else
         if self.listener is not None:
             self.listener.close()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +103,7 @@ class CudaIpcTransport:
                 mapped[message["storage"]], message["start"], (flat.nbytes,), (1,))
             flat.view(torch.uint8).copy_(source)
             finish_stream(flat.device)
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:  # KeyError: closed by another thread
             raise LinkError(f"link {self.meeting.name}: rank {peer}'s buffer cannot be read: {words(error)}") from error
         self._say(peer, {"number": message["number"]})
 
