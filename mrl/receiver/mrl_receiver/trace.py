@@ -6,6 +6,7 @@ written while tracing, so a plan that the loader refuses leaves the engine as it
 """
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,20 +79,28 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
     return recorder.result()
 
 
+_POOLS = threading.Lock()  # of what the next function patches, which is the whole process's
+
+
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Within the block thread pools work at once in the thread that asks them: a dispatch mode sees no other's copies,
-    and SGLang's loaders copy in pools."""
-    def submit(_: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(function(*arguments, **keywords))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    """Within the block thread pools do at once what this thread asks of them: a dispatch mode sees no other thread's
+    copies, and SGLang's loaders copy in pools. Other threads use pools as ever."""
+    with _POOLS:
+        tracing, plain = threading.get_ident(), ThreadPoolExecutor.submit
 
-    with patch.object(ThreadPoolExecutor, "submit", submit):
-        yield
+        def submit(pool: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
+            if threading.get_ident() != tracing:
+                return plain(pool, function, *arguments, **keywords)
+            future: Future = Future()
+            try:
+                future.set_result(function(*arguments, **keywords))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        with patch.object(ThreadPoolExecutor, "submit", submit):
+            yield
 
 
 def memory_of(model: torch.nn.Module) -> dict[int, str]:
