@@ -24,6 +24,7 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 _aten = torch.ops.aten
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+_PATCHING = threading.Lock()
 
 
 class TraceError(RuntimeError):
@@ -79,19 +80,17 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
     return recorder.result()
 
 
-_POOLS = threading.Lock()  # of what the next function patches, which is the whole process's
-
-
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Within the block thread pools do at once what this thread asks of them: a dispatch mode sees no other thread's
-    copies, and SGLang's loaders copy in pools. Other threads use pools as ever."""
-    with _POOLS:
-        tracing, plain = threading.get_ident(), ThreadPoolExecutor.submit
+    """Within the block what this thread gives to thread pools is done at once, by itself: a dispatch mode sees no other
+    thread's copies, and SGLang's loaders copy in pools."""
+    here = threading.get_ident()
+    with _PATCHING:
+        usual = ThreadPoolExecutor.submit
 
         def submit(pool: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
-            if threading.get_ident() != tracing:
-                return plain(pool, function, *arguments, **keywords)
+            if threading.get_ident() != here:
+                return usual(pool, function, *arguments, **keywords)
             future: Future = Future()
             try:
                 future.set_result(function(*arguments, **keywords))
