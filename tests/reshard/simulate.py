@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mrl.reshard import Coord, Layout, ModelSpec, family_of, local_params
+from mrl.reshard import (Bucket, Coord, EngineLayout, Layout, ModelSpec, SyncPlan, assemble_views, direct_views,
+                         family_of, local_params, pack_views)
 from mrl.reshard.load import load_hf
 
 # No two sizes are equal, so that a transpose or a swapped dimension cannot go unnoticed.
@@ -44,6 +45,14 @@ CASES = [
     for layout in (EXPERT_LAYOUTS if family_of({"architectures": [architecture]}).moe else LAYOUTS)
 ]
 
+# Engines of one and of several nodes, with fewer and with more replicas of their own than the trainers have.
+ENGINES = [
+    EngineLayout("vllm", count=1, tp=1),
+    EngineLayout("vllm", count=3, tp=4, gpus_per_node=2),
+    EngineLayout("vllm", count=1, tp=2, dp=2, ep=4),
+    EngineLayout("sglang", count=2, tp=4, dp=2, ep=2),
+]
+
 Shards = dict[Coord, dict[str, torch.Tensor]]
 
 
@@ -76,6 +85,80 @@ def load_all(directory: Path, spec: ModelSpec, layout: Layout, te: bool, dtype: 
         shards[coord] = {plan.name: torch.full(plan.shape, float("nan"), dtype=dtype) for plan in plans}
         load_hf(directory, shards[coord], plans, spec)
     return shards
+
+
+def load_everywhere(directory: Path, spec: ModelSpec, layout: Layout, te: bool) -> list[dict[str, torch.Tensor]]:
+    """What every rank holds, in rank order: replicas hold copies."""
+    ranks: list[dict[str, torch.Tensor]] = []
+    for rank in range(layout.world):
+        plans = local_params(spec, layout, layout.coord(rank), te)
+        ranks.append({plan.name: torch.full(plan.shape, float("nan")) for plan in plans})
+        load_hf(directory, ranks[-1], plans, spec)
+    return ranks
+
+
+class Sync:
+    """A sync played in one process: every rank and worker looks only at its own buckets of the plan.
+
+    `run()` gives, by (engine, worker), each HF tensor with the elements the worker received; the others are NaN.
+    """
+
+    def __init__(self, plan: SyncPlan, params: list[dict[str, torch.Tensor]]):
+        self.plan, self.params = plan, params
+        self.senders = [{bucket.index: bucket for bucket in plan.of_rank(rank)} for rank in range(len(params))]
+        self.receivers = {
+            (engine, worker): {bucket.index: bucket for bucket in plan.of_engine(engine, worker)}
+            for engine in range(plan.engine_layout.count) for worker in range(plan.engine_layout.world)}
+        self.views: dict[tuple[int, int], list] = {}
+
+    def run(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+        received: dict[tuple[int, int], dict[str, torch.Tensor]] = {place: {} for place in self.receivers}
+        for outline in self.plan.outline:
+            slices = [self._slice(outline.index, at) if brief.nbytes else torch.empty(0)
+                      for at, brief in enumerate(outline.slices)]
+            for place, buckets in self.receivers.items():
+                if outline.index in buckets:
+                    assert place[0] in outline.engines and outline.worker in (None, place[1])
+                    _apply(buckets[outline.index], slices, received[place])
+                else:
+                    assert place[0] not in outline.engines or outline.worker not in (None, place[1])
+        return received
+
+    def _slice(self, index: int, at: int) -> torch.Tensor:
+        """One slice as its sender ships it. The views are made once, like in a run, and their memory is poisoned."""
+        if (index, at) not in self.views:
+            self.views[index, at] = self._prepare(index, at)
+        flat, *copies = self.views[index, at]
+        flat.fill_(float("nan"))
+        for sources, targets in copies:
+            if sources:  # a rank of the group may have nothing to give
+                torch._foreach_copy_(targets, sources)
+        assert not flat.isnan().any()
+        return flat
+
+    def _prepare(self, index: int, at: int) -> list:
+        brief = self.plan.outline[index].slices[at]
+        one = self.senders[brief.sender][index].slices[at]
+        assert brief.sender in brief.ranks == one.ranks and one.sender == brief.sender and one.numel * 4 == brief.nbytes
+        flat = torch.empty(one.numel)
+        if len(brief.ranks) == 1:
+            return [flat, direct_views(one, self.params[brief.sender], flat)]
+        packed = [torch.empty(one.packed_numel) for _ in brief.ranks]
+        packing = [pack_views(self.senders[rank][index].slices[at].shards[m], self.params[rank], packed[m])
+                   for m, rank in enumerate(brief.ranks)]
+        assembling = assemble_views(one, packed, flat)
+        assert sum(target.numel() for target in assembling[1]) == one.numel
+        return [flat, *packing, assembling]
+
+
+def _apply(bucket: Bucket, slices: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    """The parts of a bucket, put where they belong; nothing may come twice."""
+    for one, flat in zip(bucket.slices, slices, strict=True):
+        for part in one.parts:
+            tensor = tensors.setdefault(part.name, torch.full(part.shape, float("nan")))
+            box = tensor[tuple(slice(*span) for span in part.box)]
+            assert box.isnan().all(), f"{part.name} {part.box} comes twice"
+            box.copy_(flat[part.offset:part.offset + part.numel].view(part.box_shape))
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
