@@ -133,7 +133,7 @@ def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
 def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) -> Iterator[_Entry]:
     """What one chunk of the rank holds, in table order."""
     family, prefix = spec.family, chunk_prefix(layout, chunk)
-    first, last = layout.is_first(coord) and chunk == 0, layout.is_last(coord) and chunk == layout.vpp - 1
+    first, last = layout.has_embedding(coord, chunk), layout.has_output(coord, chunk)
     experts = expert_range(spec.moe.num_experts, layout.ep, layout.expert_coord(coord).ep) if spec.moe else range(0)
 
     if first:

@@ -15,8 +15,9 @@ from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
 
 # name -> (family, settings). Together: tensor, sequence, pipeline and data parallelism; tied and untied; both dtypes.
 RUNS = {
-    "tensor": ("qwen3", dict(tp=2, sequence_parallel=True, kl=0.1, clip_grad=1.0)),
-    "pipeline": ("qwen3", dict(pp=2)),
+    "tensor": ("qwen3", dict(parallel={"tp": 2, "sequence_parallel": True}, kl=0.1, clip_grad=1.0)),
+    "pipeline": ("qwen3", dict(parallel={"pp": 2})),
+    "chunks": ("llama", dict(parallel={"pp": 2, "vpp": 2}, kl=0.1)),
     "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
     "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
 }

@@ -17,7 +17,6 @@ _HF = "model.layers.{layer}.mlp."
 
 # What a config.json must say, if anything, so that no layer is dense.
 EVERY_LAYER = (("mlp_only_layers", None), ("decoder_sparse_step", 1))
-UNTRAINABLE = "the trainer builds dense layers only"
 
 # The router reads the normalised input as well, so that no linear can swallow the norm.
 MLP_NORM = replace(dense.MLP_NORM, te_name=dense.MLP_NORM.name)

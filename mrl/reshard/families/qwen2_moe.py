@@ -17,5 +17,4 @@ QWEN2_MOE = Family(
     requires=(("use_sliding_window", False), ("qkv_bias", True), *moe.EVERY_LAYER),
     qkv_bias=True,
     moe=MoeKeys(("num_experts",), ffn="moe_intermediate_size", shared_ffn="shared_expert_intermediate_size"),
-    untrainable=moe.UNTRAINABLE,
 )
