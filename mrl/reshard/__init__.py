@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.reshard.families import FAMILIES, family_of
 from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
-from mrl.reshard.params import ParamPlan, chunk_prefix, hf_tensors, local_params
+from mrl.reshard.params import ParamPlan, chunk_prefix, hf_tensors, is_expert, local_params
 from mrl.reshard.pieces import Piece
 from mrl.reshard.plan import DTYPE_BYTES, Bucket, BucketItem, SyncPlan, plan_sync
 from mrl.reshard.rules import Family, MoeKeys, Rule
@@ -20,7 +20,7 @@ _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export
 __all__ = [
     "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "ExpertCoord", "FAMILIES", "Family", "Layout", "ModelSpec",
     "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "chunk_prefix", "expert_range", "family_of",
-    "hf_tensors", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
+    "hf_tensors", "is_expert", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
     "read_config", *_WITH_TORCH,
 ]
 

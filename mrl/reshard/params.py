@@ -79,6 +79,11 @@ def chunk_prefix(layout: Layout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
+def is_expert(name: str) -> bool:
+    """Whether Megatron's name is that of a routed expert's parameter (the shared expert is cut like all else)."""
+    return ".mlp.experts." in name
+
+
 def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
     """The parameters of a stage that leave it, all but tied copies: in table order, experts' after all others."""
     _check(spec, layout)

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from mrl.config.schema import Trainer as TrainerSection
-from mrl.reshard import ModelSpec
+from mrl.reshard import ModelSpec, is_expert
 from mrl.trainer import megatron_compat
 from mrl.trainer.parallel import Place
 from mrl.trainer.rope import inverse_frequencies
@@ -136,6 +136,6 @@ def _mark_experts(model: GPTModel) -> None:
     Transformer Engine, the gradient norm would leave out the experts of all but the first tensor-parallel ranks.
     """
     for name, param in model.named_parameters():
-        if ".mlp.experts." in name:
+        if is_expert(name):
             param.allreduce = False
             param.tensor_model_parallel = True
