@@ -17,6 +17,8 @@ from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys
 from mrl.config.schema import Experiment
+from mrl.engine.probe import look_into
+from mrl.engine.versions import version_warning
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors, local_params
 from mrl.reshard.plan import DTYPE_BYTES, SyncPlan, plan_sync
@@ -103,6 +105,15 @@ def show_plan(console: Console, plan: Plan, bandwidth_gbs: float | None) -> None
     if plan.exp.algorithm.kl.coef > 0:
         console.print("The reference model adds its weights once more a rank, in host memory.")
     _show(console, "Weight sync", ("what", "value"), _sync_rows(plan, bandwidth_gbs))
+
+
+def show_engine_version(console: Console, exp: Experiment) -> None:
+    """Print the version of the engine that rollout.python holds, if it can be found on this machine."""
+    found = look_into(exp.rollout.python, exp.rollout.engine)
+    if found.problem is None:
+        warning = version_warning(exp.rollout.engine, found.version)
+        console.print(warning or f"{exp.rollout.engine} {found.version}", style="yellow" if warning else None,
+                      markup=False, highlight=False)
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:

@@ -73,6 +73,7 @@ def check(
 
         exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))
         plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus), bandwidth_gbs)
+        plans.show_engine_version(console, exp)
         plans.show_warnings(console, [*check_engine_python(exp)])
 
 

@@ -20,7 +20,7 @@ from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.schema import Experiment
 from mrl.data.prompts import DataError, load_prompts
-from mrl.engine.probe import python_problem
+from mrl.engine.probe import look_into
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -112,7 +112,7 @@ def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Pro
 def check_engine_python(exp: Experiment) -> Iterator[Problem]:
     """`rollout.python` exists, runs, and finds the engine's package."""
     python, package = exp.rollout.python, exp.rollout.engine
-    if reason := python_problem(python, package):
+    if reason := look_into(python, package).problem:
         yield Problem("rollout.python", python, f"the Python of an environment that holds {package}", reason)
 
 

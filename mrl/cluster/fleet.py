@@ -66,10 +66,15 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     """
     from mrl.data.prompts import DataError
     from mrl.engine.api import EngineStartError
+    from mrl.engine.probe import look_into
     from mrl.engine.server import EngineServer
+    from mrl.engine.versions import version_warning
     from mrl.reward.pool import RewardError
     from mrl.rollout.worker import RolloutWorker
 
+    engine, python = experiment.rollout.engine, experiment.rollout.python
+    if warning := version_warning(engine, look_into(python, engine).version):
+        print(f"warning: rollout.python={python}: {warning}", file=sys.stderr, flush=True)
     connect_ray(os.environ.get("RAY_ADDRESS", "local"), run_id)
     received: list[int] = []
 

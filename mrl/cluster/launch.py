@@ -134,6 +134,8 @@ def run_attempt(experiment: Experiment, run_dir: Path, attempt: int, lines: Text
     if experiment.cluster.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.trainers)
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if experiment.rollout.engine == "sglang":  # NCCL builds no link between ends that differ in this
+            environment.setdefault("NCCL_CUMEM_ENABLE", "0")
     failures = run_dir / "logs" / "failure.txt"
     failures.unlink(missing_ok=True)
     print(f"starting {len(placement.trainers)} trainer rank(s)", flush=True)

@@ -14,8 +14,10 @@ from mrl.reshard.layout import Layout
 from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
-# vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks.
-_VLLM_VOCAB_MULTIPLE = 64
+# Engines pad the vocabulary to a multiple of this before they split it over tensor-parallel ranks.
+_ENGINE_VOCAB_MULTIPLE = 64
+# The argument that bounds an engine's share of its GPU's memory.
+_MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
 def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
@@ -189,21 +191,22 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.port", str(exp.rollout.port), f"at most {65536 - exp.engine_count}: engine i of "
                       f"{exp.engine_count} takes port + i", "use a lower port, or 0 for free ones")
     for index, argument in enumerate(exp.rollout.args):
-        if flag := owned_flag(argument):
+        if flag := owned_flag(exp.rollout.engine, argument):
             yield Problem(f"rollout.args.{index}", argument, f"other arguments: {flag} is mrl's own, since "
-                          f"{OWNED_FLAGS[flag]}", "remove it")
+                          f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
 
 
 def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
-    """Neither side gives its memory up while the other works, and vLLM by itself takes nearly all of a GPU."""
+    """Neither side gives its memory up while the other works, and an engine by itself takes nearly all of a GPU."""
     shared = exp.loop.mode == "colocated_sync" and resolved_device(exp, visible_gpus) == "cuda"
     flags = [argument.partition("=")[0].replace("_", "-") for argument in exp.rollout.args]
-    if shared and "--gpu-memory-utilization" not in flags:
-        yield Problem("rollout.args", str(exp.rollout.args), "with --gpu-memory-utilization, in loop.mode "
-                      "colocated_sync on cuda: trainer and engine stay in the memory of the same GPUs all the time, so "
-                      "the engine must be told its share",
-                      "for example rollout.args: [--gpu-memory-utilization=0.35] (mrl check shows what the trainer "
-                      "needs), or loop.mode: one_step_overlap")
+    wanted = _MEMORY_FLAG[exp.rollout.engine]
+    if shared and wanted not in flags:
+        yield Problem("rollout.args", str(exp.rollout.args), f"with {wanted}, in loop.mode colocated_sync on cuda: "
+                      "trainer and engine stay in the memory of the same GPUs all the time, so the engine must be told "
+                      "its share",
+                      f"for example rollout.args: [{wanted}=0.35] (mrl check shows what the trainer needs), or "
+                      "loop.mode: one_step_overlap")
 
 
 def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
@@ -236,14 +239,14 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
         yield Problem("model.path", exp.model.path, "a model that can be trained",
                       f"{spec.family.architecture} cannot: {spec.family.untrainable}")
     engine_tp = exp.rollout.parallel.tp
-    # vLLM cuts attention and MLP as Megatron does.
+    # Engines cut attention and MLP as Megatron does.
     for key, layout in {**cuts, "rollout.parallel.tp": Layout(tp=engine_tp)}.items():
         if reasons := layout_problems(spec, layout):
             name = key.rpartition(".")[2]
             sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, Layout(**{name: n}))]
             yield Problem(key, str(getattr(layout, name)), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}")
-    padded = -(-spec.vocab // _VLLM_VOCAB_MULTIPLE) * _VLLM_VOCAB_MULTIPLE
+    padded = -(-spec.vocab // _ENGINE_VOCAB_MULTIPLE) * _ENGINE_VOCAB_MULTIPLE
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
                       "use a power of 2")

@@ -144,7 +144,7 @@ class Sampling(Section):
 
 
 class Rollout(Section):
-    engine: Literal["vllm"] = Field("vllm", description="inference engine")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
     sampling: Sampling = Sampling()
@@ -160,6 +160,8 @@ class Rollout(Section):
 
 
 class Sync(Section):
+    strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
+        "auto", description="who sends what to whom; auto: what should take the least time")
     transport: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")

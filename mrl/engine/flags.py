@@ -1,48 +1,84 @@
-"""Which arguments of vLLM's server are mrl's own, so that rollout.args may not give them. Imports nothing heavy."""
+"""Which arguments of an engine's server are mrl's own, so that rollout.args may not give them. Imports nothing heavy."""
 from __future__ import annotations
 
 from typing import Mapping, Optional
 
-OWNED_FLAGS: Mapping[str, str] = {
-    "--model": "it comes from model.path",
+_HOST_AND_PORT = "the server is asked at rollout.host and rollout.port"
+_NO_KEY, _PLAIN_HTTP = "requests carry no key", "requests go over plain HTTP"
+_AS_SENT = "weights are received as the trainer sends them"
+_TP, _TP_ALONE = "it comes from rollout.parallel.tp", "an engine is split by rollout.parallel.tp alone"
+_ENGINES, _ONE_MACHINE = "the number of engines follows from the cluster section", "an engine is on one machine"
+
+_COMMON = {
     "--served-model-name": "requests name the model by it",
     "--dtype": "it comes from model.dtype",
-    "--seed": "it comes from seed",
-    "--max-model-len": "it comes from data.max_prompt_tokens and rollout.sampling.max_response_tokens",
     "--host": "it comes from rollout.host",
     "--port": "it comes from rollout.port",
-    "--uds": "the server is asked at rollout.host and rollout.port",
-    "--root-path": "the server is asked at rollout.host and rollout.port",
-    "--api-key": "requests carry no key",
-    "--ssl-keyfile": "requests go over plain HTTP",
-    "--ssl-certfile": "requests go over plain HTTP",
+    "--api-key": _NO_KEY,
+    "--ssl-keyfile": _PLAIN_HTTP,
+    "--ssl-certfile": _PLAIN_HTTP,
     "--load-format": "weights come from the trainer",
-    "--quantization": "weights are received as the trainer sends them",
-    "-q": "weights are received as the trainer sends them",
-    "--worker-cls": "weights are received by mrl's worker extension",
-    "--worker-extension-cls": "weights are received by mrl's worker extension",
-    "--logprobs-mode": "training needs the log-probs of the distribution sampled from",
-    "--tensor-parallel-size": "it comes from rollout.parallel.tp",
-    "-tp": "it comes from rollout.parallel.tp",
-    "--pipeline-parallel-size": "an engine is split by rollout.parallel.tp alone",
-    "-pp": "an engine is split by rollout.parallel.tp alone",
-    "--data-parallel-size": "the number of engines follows from the cluster section",
-    "-dp": "the number of engines follows from the cluster section",
-    "--nnodes": "an engine is on one machine",
-    "-n": "an engine is on one machine",
+    "--quantization": _AS_SENT,
+    "--tensor-parallel-size": _TP,
+    "--pipeline-parallel-size": _TP_ALONE,
+    "--data-parallel-size": _ENGINES,
+    "--nnodes": _ONE_MACHINE,
     "--config": "a file could set any of mrl's own arguments",
 }
-"""Arguments that mrl gives itself, or that would break what it relies on, and why (to be read after "since")."""
+_LENGTH = "it comes from data.max_prompt_tokens and rollout.sampling.max_response_tokens"
+
+OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        **_COMMON,
+        "--model": "it comes from model.path",
+        "--seed": "it comes from seed",
+        "--max-model-len": _LENGTH,
+        "--uds": _HOST_AND_PORT,
+        "--root-path": _HOST_AND_PORT,
+        "-q": _AS_SENT,
+        "--worker-cls": "weights are received by mrl's worker extension",
+        "--worker-extension-cls": "weights are received by mrl's worker extension",
+        "--logprobs-mode": "training needs the log-probs of the distribution sampled from",
+        "-tp": _TP,
+        "-pp": _TP_ALONE,
+        "-dp": _ENGINES,
+        "-n": _ONE_MACHINE,
+    },
+    "sglang": {
+        **_COMMON,
+        "--model": "it comes from model.path",
+        "--model-path": "it comes from model.path",
+        "--random-seed": "it comes from seed",
+        "--context-length": _LENGTH,
+        "--fastapi-root-path": _HOST_AND_PORT,
+        "--tokenizer-worker-num": "workers are called through the one server process",
+        "--admin-api-key": _NO_KEY,
+        "--custom-weight-loader": "weights are received by mrl's plugin",
+        "--sampling-backend": "it must be the one that takes a seed for each request",
+        "--skip-tokenizer-init": "requests and answers are token ids",
+        "--device": "it comes from cluster.device",
+        "--tp": _TP,
+        "--tp-size": _TP,
+        "--pp-size": _TP_ALONE,
+        "--dp": _ENGINES,
+        "--dp-size": _ENGINES,
+        "--dist-init-addr": _ONE_MACHINE,
+        "--node-rank": _ONE_MACHINE,
+    },
+}
+"""By rollout.engine: arguments that mrl gives itself, or that would break what it relies on, and why (to be read after
+"since")."""
 
 
-def owned_flag(argument: str) -> Optional[str]:
-    """The key of OWNED_FLAGS that `argument` sets, in any spelling that vLLM's parser takes, or None.
+def owned_flag(engine: str, argument: str) -> Optional[str]:
+    """The key of OWNED_FLAGS[engine] that `argument` sets, in any spelling that the engine's parser takes, or None.
 
     Those are --flag, --flag=value, --flag.field, underscores for dashes, and abbreviations.
     """
+    flags = OWNED_FLAGS[engine]
     name = argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-    if name in OWNED_FLAGS:
+    if name in flags:
         return name
     if name.startswith("--") and name != "--":
-        return next((flag for flag in OWNED_FLAGS if flag.startswith(name)), None)
+        return next((flag for flag in flags if flag.startswith(name)), None)
     return None

@@ -5,19 +5,20 @@ import sys
 
 import pytest
 
-from mrl.engine.probe import python_problem
+from mrl.engine.probe import Found, look_into
 
 
 def test_a_python_that_holds_the_package():
-    assert python_problem(sys.executable, "json") is None
+    assert look_into(sys.executable, "json") == Found(None, None)
+    assert look_into(sys.executable, "pytest") == Found(None, pytest.__version__)
 
 
 def test_a_python_without_the_package():
-    assert "has no no_such_engine: install it there" in python_problem(sys.executable, "no_such_engine")
+    assert "has no no_such_engine: install it there" in look_into(sys.executable, "no_such_engine").problem
 
 
 def test_a_python_that_is_not_there():
-    assert python_problem("/nowhere/python", "json") == "no such file or command; point it to <venv>/bin/python"
+    assert look_into("/nowhere/python", "json").problem == "no such file or command; point it to <venv>/bin/python"
 
 
 @pytest.mark.parametrize("mode, text, words", [
@@ -29,10 +30,10 @@ def test_a_python_that_cannot_run(tmp_path, mode, text, words):
     path = tmp_path / "python"
     path.write_text(text)
     path.chmod(mode)
-    assert re.search(words, python_problem(str(path), "json"))
+    assert re.search(words, look_into(str(path), "json").problem)
 
 
 def test_the_check_needs_nothing_heavy():
-    code = ("import sys, mrl.engine.probe, mrl.engine.flags; "
+    code = ("import sys, mrl.engine.probe, mrl.engine.flags, mrl.engine.versions; "
             "sys.exit(any(name in sys.modules for name in ('aiohttp', 'torch', 'pydantic')))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -19,12 +19,13 @@ from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, 
 
 @dataclass
 class Bench:
-    """An engine on the bench: the experiment, its model, the actor, and the Ray to reach it from other processes."""
+    """An engine on the bench: the experiment, its model, the actor, and the Ray and the name to reach it by."""
 
     experiment: Experiment
     model: Path
     engine: Any
     ray_address: str
+    name: str
     step: int = 0
 
     def next_step(self) -> int:
@@ -54,7 +55,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def bench(ray_address, model, tmp_path_factory):
-    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2})
+    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2}, rollout={"max_restarts": 9})
     yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, "engine-0")
 
 
@@ -69,7 +70,7 @@ def running(experiment, model, run_dir, ray_address, name):
     """Start an engine, yield it, and see that nothing of it is left afterwards."""
     engine = make_engine(experiment, run_dir, name)
     ray.get(engine.start.remote(), timeout=400)
-    bench = Bench(experiment, model, engine, ray_address)
+    bench = Bench(experiment, model, engine, ray_address, name)
     yield bench
     processes = bench.call("processes")
     assert len(processes) > 2
@@ -86,20 +87,21 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def pushing(bench, one_rank):
-    """(trainer, sync) of a one-rank gang."""
-    yield from gang_of_one(bench)
+@pytest.fixture(params=["broadcast"])
+def pushing(bench, one_rank, request):
+    """(trainer, sync) of a one-rank gang. Parametrise indirectly for another strategy."""
+    yield from gang_of_one(bench, request.param)
 
 
 @pytest.fixture
-def pushing_tp2(bench_tp2, one_rank):
-    yield from gang_of_one(bench_tp2)
+def pushing_tp2(bench_tp2, one_rank, request):
+    yield from gang_of_one(bench_tp2, request.param)
 
 
-def gang_of_one(bench):
+def gang_of_one(bench, strategy: str):
+    settings = bench.experiment.sync.model_copy(update={"strategy": strategy})
     trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
     trainer.become(weights(bench.model, 0))
-    sync = WeightSync(bench.experiment, trainer, [bench.engine], RUN_ID)
+    sync = WeightSync(bench.experiment.model_copy(update={"sync": settings}), trainer, [bench.engine], RUN_ID)
     yield trainer, sync
     sync.close()

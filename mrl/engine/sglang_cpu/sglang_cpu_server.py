@@ -1,0 +1,49 @@
+"""Starts SGLang's server on a CPU. See this folder's `__init__.py` for why SGLang's own module is not enough.
+
+Every process that SGLang spawns runs this file again (as `__mp_main__`), so what is set up here holds in all of them.
+"""
+import runpy
+
+import torch
+
+_WORD = 0xFFFFFFFF
+_LENGTH = 16  # bytes hashed: a seed of 8, a position of 4, a column of 4
+
+
+def _rotate(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return (value << bits | value >> 32 - bits) & _WORD
+
+
+def _mix(state: torch.Tensor | int, block: torch.Tensor) -> torch.Tensor:
+    block = _rotate((block & _WORD) * 0xCC9E2D51 & _WORD, 15) * 0x1B873593 & _WORD
+    return _rotate(state ^ block, 13) * 5 + 0xE6546B64 & _WORD
+
+
+def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bits) of (seed, position, column): int64[len(seeds), len(columns)], values below 2^32.
+
+    All 1-D; seeds: 64-bit integers; positions: as many; the numbers that SGLang's Triton kernel gives.
+    """
+    seeds, positions, columns = seeds.view(torch.int64)[:, None], positions.long()[:, None], columns.long()[None]
+    state = 0
+    for block in (seeds, seeds >> 32, positions, columns):
+        state = _mix(state, block)  # int64 products wrap around, which leaves their lower 32 bits right
+    state = state ^ _LENGTH
+    state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
+    state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
+    return state ^ state >> 16
+
+
+def stand_in() -> None:
+    """Declare torchvision's operators and have SGLang hash with torch, in this process."""
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    stand_in()
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

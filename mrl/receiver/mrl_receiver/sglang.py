@@ -1,0 +1,67 @@
+"""The plugin for SGLang: it is found through mrl_receiver.dist-info, and `register` runs in all of SGLang's processes.
+
+A call reaches every worker by the one route that SGLang has for it: a request to /update_weights_from_tensor goes to
+the scheduler of each worker, between two batches. One whose load_format is "mrl" is answered here instead; the answers
+of all workers travel in the message of the first one's. (SGLang's own update session, which newer releases demand
+around such requests, is passed by: it prepares SGLang's loader, and a Receiver writes to the parameters itself.)
+
+The plugin also makes SGLang use a request's sampling seed: by itself SGLang does so only in its deterministic mode,
+which costs speed and the prefix cache for more than we need.
+"""
+from __future__ import annotations
+
+import json
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+
+from .answers import answer, make_receiver
+from .receive import Receiver
+
+LOAD_FORMAT = "mrl"
+NO_SEED = 0
+_RECEIVER = "mrl_receiver"
+
+
+def register() -> None:
+    """Called by SGLang before it builds anything."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "update_weights_from_tensor", answer_call, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seed_batch, HookType.AFTER)
+
+
+def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Around a scheduler's update_weights_from_tensor: answer if it is one of mrl's calls, together with the others."""
+    if request.load_format != LOAD_FORMAT:
+        return update(updater, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    call = json.loads(bytes(request.serialized_named_tensors[0]))
+    answers: list[Optional[dict]] = [None] * dist.get_world_size(updater.tp_cpu_group)
+    mine = answer(lambda: _receiver_of(updater), call["method"], call["argument"])
+    dist.all_gather_object(answers, mine, updater.tp_cpu_group)  # also keeps the workers from going on alone
+    return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(answers))
+
+
+def seed_batch(info: Any, _cls: type, batch: Any, *_, **__) -> Any:
+    """After a batch's sampling parameters are made: int64[requests], the seed of each."""
+    if info.sampling_seed is None:
+        seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+        info.sampling_seed = torch.tensor([NO_SEED if seed is None else seed for seed in seeds], dtype=torch.int64,
+                                          device=batch.device)
+    return info
+
+
+def _receiver_of(updater: Any) -> Receiver:
+    """The Receiver of this process, kept with the model that it writes to."""
+    runner = updater.tp_worker.model_runner
+    if _RECEIVER not in runner.__dict__:
+        setattr(runner, _RECEIVER, make_receiver(
+            runner.model, runner.model.load_weights, dist.get_rank(updater.tp_cpu_group),
+            dist.get_world_size(updater.tp_cpu_group)))
+    return getattr(runner, _RECEIVER)
