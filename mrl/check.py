@@ -17,8 +17,8 @@ from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys
 from mrl.config.schema import Experiment
-from mrl.reshard.layout import Layout
-from mrl.reshard.params import hf_tensors, local_params
+from mrl.reshard.layout import Coord, Layout, expert_range
+from mrl.reshard.params import hf_tensors, is_expert, local_params
 from mrl.reshard.plan import DTYPE_BYTES, SyncPlan, plan_sync
 from mrl.reshard.spec import ModelSpec, model_spec
 
@@ -64,8 +64,7 @@ class RankMemory:
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
     """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
     spec = model_spec(hf_config)
-    parallel = exp.trainer.parallel
-    layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=exp.data_parallel)
+    layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
     sync = plan_sync(spec, layout, int(exp.sync.bucket_mb * 2**20), exp.model.dtype, te=device == "cuda")
     return Plan(exp, spec, layout, device, assign(exp, visible=None), sync)
@@ -75,12 +74,15 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
     """Memory of one trainer rank, from the shapes of the parameters it holds."""
     layout, itemsize = plan.layout, DTYPE_BYTES[plan.exp.model.dtype]
     coord = layout.coord(rank)
-    held = sum(param.numel for param in local_params(plan.spec, layout, coord, te=plan.device == "cuda"))
+    params = local_params(plan.spec, layout, coord, te=plan.device == "cuda")
+    held = sum(param.numel for param in params)
+    experts = sum(param.numel for param in params if is_expert(param.name))
+    sharded = (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
     state = 2 * _FP32_BYTES + (0 if itemsize == _FP32_BYTES else _FP32_BYTES)
     largest = max(bucket.numel for bucket in plan.sync.buckets if bucket.stage == coord.pp)
     gathered = plan.sync.max_local_numel + plan.exp.sync.buffers * largest
     sends = rank == layout.sender(coord.pp)
-    return RankMemory(held * itemsize, held * _FP32_BYTES, ceil(held * state / layout.dp),
+    return RankMemory(held * itemsize, held * _FP32_BYTES, ceil(sharded * state),
                       gathered * itemsize if sends else 0)
 
 
@@ -95,7 +97,8 @@ def show_plan(console: Console, plan: Plan, bandwidth_gbs: float | None) -> None
                   f"{parameter_count(plan.spec):,} parameters, {plan.exp.model.dtype} on {plan.device}, "
                   f"{plan.exp.loop.mode}, {plan.exp.loop.steps} steps")
     _show(console, "Partitions", ("partition", "devices", "processes"), _partition_rows(plan))
-    _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends stage"), _rank_rows(plan))
+    experts = ("experts",) if plan.spec.moe else ()
+    _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends stage", *experts), _rank_rows(plan))
     _show(console, "Engines", ("engine", "tp", "devices", "weights a device"), _engine_rows(plan))
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, "Memory a trainer rank (without activations)",
@@ -157,8 +160,17 @@ def _rank_rows(plan: Plan) -> Rows:
         chunks = [layout.layers(plan.spec.num_layers, at.pp, chunk) for chunk in range(layout.vpp)]
         rows.append((str(rank), str(at.tp), str(at.pp), str(at.dp),
                      ", ".join(f"{layers[0]}-{layers[-1]}" for layers in chunks),
-                     "yes" if rank == layout.sender(at.pp) else ""))
+                     "yes" if rank == layout.sender(at.pp) else "", *_expert_cells(plan, at)))
     return _capped(rows, layout.world)
+
+
+def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
+    """Which experts of each of its layers a rank holds, and which slice of them; nothing for a dense model."""
+    if plan.spec.moe is None:
+        return ()
+    layout, place = plan.layout, plan.layout.expert_coord(at)
+    held = expert_range(plan.spec.moe.num_experts, layout.ep, place.ep)
+    return (f"{held[0]}-{held[-1]}" + (f" (slice {place.etp + 1} of {layout.etp})" if layout.etp > 1 else ""),)
 
 
 def _engine_rows(plan: Plan) -> Rows:
