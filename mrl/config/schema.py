@@ -184,6 +184,11 @@ class Cluster(Section):
     trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
     rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
     gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
+    gpus_per_node: PositiveInt = Field(8, description="GPUs of one machine; with the next two, what plans of a sync "
+                                       "reckon with")
+    nic_gb_s: PositiveFloat = Field(50.0, description="network bandwidth of one GPU in one direction, 10^9 bytes/s")
+    nvlink_gb_s: PositiveFloat = Field(
+        400.0, description="bandwidth between the GPUs of one machine, of each in one direction, 10^9 bytes/s")
 
 
 class Eval(Section):

@@ -106,6 +106,11 @@ class SyncPlan:
         """Every bucket in brief; item i is that of bucket i."""
         return Outlines(self.schedule)
 
+    def outline_of_rank(self, rank: int) -> Iterator[Outline]:
+        """The buckets in which a trainer rank takes part, in brief and in order."""
+        outline = self.outline
+        return (outline[index] for index in self.schedule.of_rank(rank))
+
     def bucket(self, index: int) -> Bucket:
         """One bucket with its contents. IndexError for one that is not there."""
         return self._bucket(index, lambda outline: True, shards=True)

@@ -17,17 +17,16 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.receiver.mrl_receiver.links import address_towards
 from mrl.receiver.mrl_receiver.wire import SyncRequest
-from mrl.reshard.engine_layout import EngineLayout
-from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
+from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
 from mrl.stream.pipeline import stream
+from mrl.stream.planning import plan_of
 from mrl.stream.report import PushReport, Sent
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
 
 
 class WeightSync:
@@ -40,10 +39,7 @@ class WeightSync:
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
                  host: Optional[str] = None):
-        self.settings, self.trainer, self.rank = experiment.sync, trainer, dist.get_rank()
-        self.engine_layout = engine_layout(experiment)
-        self.options = SyncOptions(strategy=experiment.sync.strategy, bucket_bytes=int(experiment.sync.bucket_mb * MIB),
-                                   dtype=experiment.model.dtype, te=trainer.te)
+        self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
         self.store, store_host = self._open_store(host)
         device = next(iter(trainer.local_params().values())).device
         self.links = Links(self.rank, self.store, device)
@@ -99,7 +95,7 @@ class WeightSync:
         """Plan anew, without sending these HF tensors as shards."""
         logger.warning("%d tensors travel whole, because engines cannot take them as shards: %s", len(unfit),
                        "; ".join(f"{name}: {why}" for name, why in sorted(unfit.items())))
-        self._plan(self.options.not_sharded | unfit.keys())
+        self._plan(self.plan.options.not_sharded | unfit.keys())
         return self.plan
 
     def _conclude(self, push: Round, ranks: frozenset[int], began: float) -> PushReport:
@@ -133,8 +129,7 @@ class WeightSync:
     def _plan(self, not_sharded: frozenset[str] = frozenset()) -> None:
         """Make the plan, and what depends on it; the links of an earlier one are of no use any more."""
         self.links.close()
-        self.options = replace(self.options, not_sharded=not_sharded)
-        self.plan = plan_sync(self.trainer.spec, self.trainer.layout, self.engine_layout, self.options)
+        self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
 
@@ -150,7 +145,7 @@ class WeightSync:
         """What rank 0 has to say at the beginning of a push: whom it is for, and by which plan."""
         order = json.loads(self._hear(_key(number, "targets")))
         not_sharded = frozenset(order["not_sharded"])
-        if not_sharded != self.options.not_sharded:
+        if not_sharded != self.plan.options.not_sharded:
             self._plan(not_sharded)
         return [Target(SyncRequest.from_json(json.dumps(entry["request"])), entry["workers"])
                 for entry in order["targets"]]
@@ -174,12 +169,6 @@ class WeightSync:
                                   master_listen_fd=listener.detach())
         dist.broadcast_object_list(place, src=0)
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
-
-
-def engine_layout(experiment: Experiment) -> EngineLayout:
-    """What a plan has to know of the fleet."""
-    rollout = experiment.rollout
-    return EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp)
 
 
 def participants(plan: SyncPlan, engines: set[int]) -> frozenset[int]:

@@ -16,6 +16,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
@@ -36,6 +38,8 @@ def install() -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotary_of_packed
     # 0.16 asks whether Transformer Engine's function is None, and never defines it where that is not installed.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    # Versions disagree about its weight under sequence parallelism, and each keeps a log of it that nothing empties.
+    TopKRouter.attach_and_log_load_balancing_loss = attach_balance_loss
 
 
 def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
@@ -52,6 +56,17 @@ def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Ten
     return rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1), freqs.index_select(0, position), rotary_interleaved=rotary_interleaved, mscale=mscale,
     ).squeeze(1)
+
+
+def attach_balance_loss(self: TopKRouter, probs: torch.Tensor, coef: float, loss: torch.Tensor, *_: Any,
+                        **__: Any) -> torch.Tensor:
+    """`probs` as they are, with the gradient of a microbatch's load-balancing loss, times its tokens, added to theirs.
+
+    Args:
+        probs: [tokens of this rank, experts] routing weights.
+        loss: this rank's share: the sum over the tensor-parallel ranks is the microbatch's, `coef` applied.
+    """
+    return MoEAuxLossAutoScaler.apply(probs, loss * len(probs) * self.tp_cp_group.size())
 
 
 def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:

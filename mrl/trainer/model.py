@@ -91,6 +91,7 @@ def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict
         # A softmax over the chosen experts alone is that over all of them, scaled to sum to 1.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_dtype": "fp32",
+        # Its weight depends on the batch: see `Trainer`.
         "moe_router_load_balancing_type": "aux_loss" if section.moe.aux_loss_coef else "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": te,

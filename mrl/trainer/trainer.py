@@ -62,6 +62,7 @@ class Trainer:
         self.spec.require_trainable()
         self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.dtype = getattr(torch, experiment.model.dtype)
+        self.balance_coef = experiment.trainer.moe.aux_loss_coef
 
         self.config = transformer_config(self.spec, experiment.trainer, self.dtype, self.te)
         models = build_chunks(self.spec, AutoConfig.from_pretrained(path), self.place, self.config, self.te)
@@ -183,12 +184,22 @@ class Trainer:
         packed = [pack(samples, multiple).to(self.platform.device()) for samples in [*microbatches, *[[]] * missing]]
         rows = [iter(packed) for _ in self.chunks]
         forward_only = not torch.is_grad_enabled()
+        if self.balance_coef and not forward_only:
+            self._weigh_balance_loss(packed)
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward, on_logits), model=self.chunks,
             data_iterator=rows if self.layout.vpp > 1 else rows[0],
             num_microbatches=len(packed), seq_length=max(len(row.tokens) for row in packed), micro_batch_size=1,
             forward_only=forward_only, collect_non_loss_data=forward_only,
         )
+
+    def _weigh_balance_loss(self, packed: list[Packed]) -> None:
+        """Make the load-balancing loss of the step the mean over its tokens (padding too) of their microbatches'."""
+        tokens = torch.tensor(float(sum(len(row.tokens) for row in packed)), device=self.platform.device())
+        if self.layout.dp > 1:
+            dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        # Every router reads it from here; its gradient is multiplied by the microbatch's tokens.
+        self.config.moe_aux_loss_coeff = self.balance_coef / tokens.item()
 
     def _forward(self, on_logits: Callable, rows: Iterator[Packed], model) -> tuple[torch.Tensor, Callable]:
         """Megatron's forward step: hidden states, or logits [1, P, local vocabulary] on the last stage."""

@@ -29,14 +29,15 @@ def gang() -> Iterator[Platform]:
 
 
 def experiment(model: Path, parallel: dict | None = None, kl: float = 0.0, dtype: str = "float32",
-               **optimizer) -> Experiment:
+               aux_loss_coef: float = 0.0, **optimizer) -> Experiment:
     """An experiment whose trainer section is what counts."""
     return Experiment.model_validate({
         "model": {"path": str(model), "dtype": dtype},
         "data": {"train": "none.jsonl"},
         "algorithm": {"kl": {"coef": kl}},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},
-        "trainer": {"parallel": parallel or {}, "optimizer": {"clip_grad": 0.0, **optimizer}},
+        "trainer": {"parallel": parallel or {}, "moe": {"aux_loss_coef": aux_loss_coef},
+                    "optimizer": {"clip_grad": 0.0, **optimizer}},
         "rollout": {"python": "python", "sampling": {"temperature": TEMPERATURE}},
         "loop": {"steps": 1},
         "cluster": {"device": "cpu"},
