@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -65,7 +65,7 @@ class WeightSync:
             current = self.calls.begin(number, version, engines, self.plan, self._exclude)
             targets = current.targets
             self.store.set(_key(number, "targets"), json.dumps(
-                {"targets": [asdict(target) for target in targets], "not_sharded": sorted(self.options.not_sharded)}))
+                {"targets": [asdict(target) for target in targets], "not_sharded": sorted(self.plan.options.not_sharded)}))
             self.calls.start(current)
         else:
             targets = self._hear_targets(number)
