@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -19,17 +19,15 @@ from mrl.engine.api import Version
 from mrl.receiver.mrl_receiver.disk import discard
 from mrl.receiver.mrl_receiver.links import address_towards
 from mrl.receiver.mrl_receiver.wire import SyncRequest
-from mrl.reshard.engine_layout import EngineLayout
-from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
+from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
 from mrl.stream.pipeline import label_prefix, stream
+from mrl.stream.planning import plan_of
 from mrl.stream.report import PushReport, Sent
 
 logger = logging.getLogger(__name__)
-
-MIB = 1 << 20
 
 
 class WeightSync:
@@ -43,17 +41,14 @@ class WeightSync:
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
                  host: Optional[str] = None, folder: Optional[Path] = None):
-        self.settings, self.trainer, self.rank = experiment.sync, trainer, dist.get_rank()
-        self.engine_layout = engine_layout(experiment)
-        self.options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(experiment.sync.bucket_mb * MIB),
-                                   dtype=experiment.model.dtype, te=trainer.te)
+        self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
         device = next(iter(trainer.local_params().values())).device
         transport = _transport(experiment, device)
         self.folder = folder if transport == "disk" else None
         if self.rank == 0:
             self._discard()  # what a gang that died has left, before any rank of this one can write
         self.store, store_host = self._open_store(host)
-        self.links = Links(self.rank, self.store, device, self.folder)
+        self.links = Links(self.rank, self.store, device, folder=self.folder)
         self._plan()
         self.calls: Optional[EngineCalls] = None
         if self.rank == 0:
@@ -74,8 +69,9 @@ class WeightSync:
             self._sweep()
             current = self.calls.begin(number, version, engines, self.plan, self._exclude)
             targets = current.targets
-            self.store.set(_key(number, "targets"), json.dumps(
-                {"targets": [asdict(target) for target in targets], "not_sharded": sorted(self.options.not_sharded)}))
+            self.store.set(_key(number, "targets"), json.dumps({
+                "targets": [asdict(target) for target in targets],
+                "not_sharded": sorted(self.plan.options.not_sharded)}))
             self.calls.start(current)
         else:
             targets = self._hear_targets(number)
@@ -112,7 +108,7 @@ class WeightSync:
         """Plan anew, without sending these HF tensors as shards."""
         logger.warning("%d tensors travel whole, because engines cannot take them as shards: %s", len(unfit),
                        "; ".join(f"{name}: {why}" for name, why in sorted(unfit.items())))
-        self._plan(self.options.not_sharded | unfit.keys())
+        self._plan(self.plan.options.not_sharded | unfit.keys())
         return self.plan
 
     def _conclude(self, push: Round, ranks: frozenset[int], began: float) -> PushReport:
@@ -147,8 +143,7 @@ class WeightSync:
     def _plan(self, not_sharded: frozenset[str] = frozenset()) -> None:
         """Make the plan, and what depends on it; the links of an earlier one are of no use any more."""
         self.links.close()
-        self.options = replace(self.options, not_sharded=not_sharded)
-        self.plan = plan_sync(self.trainer.spec, self.trainer.layout, self.engine_layout, self.options)
+        self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
 
@@ -164,7 +159,7 @@ class WeightSync:
         """What rank 0 has to say at the beginning of a push: whom it is for, and by which plan."""
         order = json.loads(self._hear(_key(number, "targets")))
         not_sharded = frozenset(order["not_sharded"])
-        if not_sharded != self.options.not_sharded:
+        if not_sharded != self.plan.options.not_sharded:
             self._plan(not_sharded)
         return [Target(SyncRequest.from_json(json.dumps(entry["request"])), entry["workers"])
                 for entry in order["targets"]]
@@ -190,12 +185,6 @@ class WeightSync:
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
 
 
-def engine_layout(experiment: Experiment) -> EngineLayout:
-    """What a plan has to know of the fleet."""
-    rollout = experiment.rollout
-    return EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp)
-
-
 def participants(plan: SyncPlan, engines: set[int]) -> frozenset[int]:
     """The ranks that gather or send something for these engines."""
     return frozenset(rank for bucket in plan.outline if not engines.isdisjoint(bucket.engines)
@@ -212,12 +201,6 @@ def _transport(experiment: Experiment, device: torch.device) -> str:
     if experiment.sync.transport != "auto":
         return experiment.sync.transport
     return "nccl" if device.type == "cuda" and experiment.loop.mode == "one_step_overlap" else "gloo"
-
-
-def _strategy(experiment: Experiment) -> str:
-    """sync.strategy, with `auto` decided where the time of transfers is not what counts: engines share one's files."""
-    auto = experiment.sync.strategy == "auto"
-    return "broadcast" if auto and experiment.sync.transport == "disk" else experiment.sync.strategy
 
 
 def _own_address() -> str:

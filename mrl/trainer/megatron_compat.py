@@ -14,6 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
@@ -22,7 +26,7 @@ SUPPORTED = ((0, 16), (0, 19))
 
 
 def install() -> None:
-    """Check the version and replace Megatron's rotary embedding of packed sequences. Idempotent.
+    """Check the version and change what mrl needs changed on every platform. Idempotent.
 
     Raises:
         RuntimeError: a megatron-core outside the supported range.
@@ -32,6 +36,10 @@ def install() -> None:
         raise RuntimeError(f"megatron-core {megatron.core.__version__} is installed; supported: 0.16 to 0.19")
     # Megatron slices the tensor once per sequence, per layer, with a device synchronisation each time.
     rope_utils._apply_rotary_pos_emb_thd = rotary_of_packed
+    # 0.16 asks whether Transformer Engine's function is None, and never defines it where that is not installed.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # Versions disagree about its weight under sequence parallelism, and each keeps a log of it that nothing empties.
+    TopKRouter.attach_and_log_load_balancing_loss = attach_balance_loss
 
 
 def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
@@ -50,6 +58,17 @@ def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Ten
     ).squeeze(1)
 
 
+def attach_balance_loss(self: TopKRouter, probs: torch.Tensor, coef: float, loss: torch.Tensor, *_: Any,
+                        **__: Any) -> torch.Tensor:
+    """`probs` as they are, with the gradient of a microbatch's load-balancing loss, times its tokens, added to theirs.
+
+    Args:
+        probs: [tokens of this rank, experts] routing weights.
+        loss: this rank's share: the sum over the tensor-parallel ranks is the microbatch's, `coef` applied.
+    """
+    return MoEAuxLossAutoScaler.apply(probs, loss * len(probs) * self.tp_cp_group.size())
+
+
 def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """int64 [tokens]: index of each token inside its sequence."""
     index = torch.arange(tokens, device=cu_seqlens.device)
@@ -57,23 +76,29 @@ def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return index - cu_seqlens.long()[sequence]
 
 
-def block_spec(config, te: bool) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+def block_spec(config, te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of one chunk of it, and the final norm."""
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm), TENorm
     else:
-        layer, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
+        layer, norm = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = SDPACoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+
+
+def chain(optimizer) -> list[MegatronOptimizer]:
+    """Megatron's optimizers that hold parameters of this rank: it has one for experts and one for all else."""
+    return [inner for inner in optimizer.chained_optimizers if inner.optimizer is not None]
 
 
 def inner_optimizers(optimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's; it chains them when it needs several, and some stages may have none."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [inner.optimizer for inner in chained if inner.optimizer is not None]
+    """The torch optimizers inside Megatron's."""
+    return [inner.optimizer for inner in chain(optimizer)]

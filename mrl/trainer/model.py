@@ -1,21 +1,28 @@
-"""Megatron's GPTModel from a Hugging Face config: one pipeline stage, this rank's tensor-parallel shard."""
+"""Megatron's GPTModel from a Hugging Face config: the chunks of this rank's pipeline stage, its part of each."""
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from mrl.config.schema import TrainerParallel
-from mrl.reshard import Layout, ModelSpec
+from mrl.config.schema import Trainer as TrainerSection
+from mrl.reshard import ModelSpec, is_expert
 from mrl.trainer import megatron_compat
+from mrl.trainer.parallel import Place
 from mrl.trainer.rope import inverse_frequencies
 
 
-def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.dtype, te: bool) -> TransformerConfig:
-    """Megatron's config for a dense decoder with RMS norm, SwiGLU and rotary grouped-query attention, no dropout."""
+def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dtype, te: bool) -> TransformerConfig:
+    """Megatron's config for a decoder with RMS norm, SwiGLU and rotary grouped-query attention, no dropout.
+
+    Raises:
+        ValueError: experts under tensor parallelism without sequence parallelism.
+    """
+    parallel = section.parallel
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
@@ -37,12 +44,17 @@ def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        # Of two stages with several chunks each is before and behind the other: in a batch of transfers Megatron could
+        # not tell the directions apart.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         # Megatron refuses sequence parallelism without tensor parallelism, where it would do nothing.
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
         # Microbatches are packed to different lengths; stages tell each other the shape first.
         variable_seq_lengths=parallel.pp > 1,
-        # Of no effect in dense models, but Megatron checks it against variable_seq_lengths all the same.
-        moe_token_dispatcher_type="alltoall",
         # The weights are always loaded, never drawn. (Without perform_initialization, Megatron would also not mark
         # weights as tensor-parallel, and count only rank 0's share in the gradient norm.)
         init_method=_leave,
@@ -56,7 +68,34 @@ def transformer_config(spec: ModelSpec, parallel: TrainerParallel, dtype: torch.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        **_expert_settings(spec, section, te),
     )
+
+
+def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict[str, Any]:
+    """What Megatron is told about experts. The dispatcher it checks against variable_seq_lengths in dense models too."""
+    moe, parallel = spec.moe, section.parallel
+    if moe is None:
+        return {"moe_token_dispatcher_type": "alltoall"}
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ValueError("trainer.parallel.sequence_parallel is false, but with trainer.parallel.tp "
+                         f"{parallel.tp} the experts of {spec.family.architecture} need it; set it to true")
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "moe_router_topk": moe.top_k,
+        # A softmax over the chosen experts alone is that over all of them, scaled to sum to 1.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        # Its weight depends on the batch: see `Trainer`.
+        "moe_router_load_balancing_type": "aux_loss" if section.moe.aux_loss_coef else "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": te,
+    }
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -64,18 +103,40 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_model(spec: ModelSpec, hf_config: PretrainedConfig, layout: Layout, config: TransformerConfig,
-                te: bool) -> GPTModel:
-    """This rank's part of the model, in training mode, its weights not yet loaded. Needs Megatron's parallel state."""
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=megatron_compat.block_spec(config, te),
-        vocab_size=layout.padded_vocab(spec.vocab),
-        max_sequence_length=spec.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-    )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
-    return model
+def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, config: TransformerConfig,
+                 te: bool) -> list[GPTModel]:
+    """This rank's parts of the model, in training mode, their weights not yet loaded. Needs Megatron's parallel state.
+
+    One for each virtual pipeline stage, in order.
+    """
+    frequencies = inverse_frequencies(hf_config)
+    layout, chunks = place.layout, []
+    for chunk in range(layout.vpp):
+        vp_stage = chunk if layout.vpp > 1 else None
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=megatron_compat.block_spec(config, te, vp_stage),
+            vocab_size=layout.padded_vocab(spec.vocab),
+            max_sequence_length=spec.max_positions,
+            pre_process=layout.has_embedding(place.coord, chunk),
+            post_process=layout.has_output(place.coord, chunk),
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        _mark_experts(model)
+        chunks.append(model)
+    return chunks
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Tell Megatron that expert parameters are reduced over their own data-parallel groups, and are nobody's copy.
+
+    By itself it decides the first by ep alone, which is wrong where etp differs from tp; and without the second, under
+    Transformer Engine, the gradient norm would leave out the experts of all but the first tensor-parallel ranks.
+    """
+    for name, param in model.named_parameters():
+        if is_expert(name):
+            param.allreduce = False
+            param.tensor_model_parallel = True

@@ -54,7 +54,7 @@ def test_help_lists_the_commands(invoke):
 
 
 def test_check_prints_the_plan(invoke, experiment_file):
-    result = invoke("check", experiment_file, "--bandwidth-gbs", "0.001")
+    result = invoke("check", experiment_file, "cluster.nic_gb_s=0.001")
     assert result.exit_code == 0, result.output
     # 70*48 embedding; a layer: q 64*48, k and v 32*48, o 48*64, gate, up, down 112*48, norms 48+48+16+16; 48 at the end
     assert "105,296 parameters" in result.output
@@ -65,7 +65,8 @@ def test_check_prints_the_plan(invoke, experiment_file):
     assert row(result.output, "tokens a step")[1] == "at most 1,024"
     assert row(result.output, "microbatches")[1].startswith("at most 8 ")  # 128 tokens hold 4 of the 32 samples
     assert row(result.output, "bytes an engine worker receives")[1] == "411.31 KiB"  # 105296 * 4
-    assert "0.421 s to one worker" in row(result.output, "floor at 0.001 GB/s")[1]
+    assert row(result.output, "lower bound")[1].startswith("0.421 s with 0.001 GB/s a GPU")
+    assert row(result.output, "strategy")[1].startswith("broadcast (auto); predicted: broadcast 0.42")
 
 
 def test_memory_of_a_rank(experiment_file, hf_config):
@@ -74,8 +75,8 @@ def test_memory_of_a_rank(experiment_file, hf_config):
     held = 128 * 48 + 4 * ((128 * 48 + 64 * 48 + 3 * 112 * 48) // 2 + 48 + 48 + 16 + 16) + 48
     memory = plans.rank_memory(plan, 1)
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * held, 4 * held, 8 * held)
-    assert memory.sync == 0  # rank 0 sends
-    assert plans.rank_memory(plan, 0).sync > 2 * 105296 * 4  # one bucket holds everything, twice, and the gather
+    assert memory.sync == 105296 * 4  # it packs its half of the one bucket, at most all of it
+    assert plans.rank_memory(plan, 0).sync == 3 * 105296 * 4  # the bucket twice, and what is gathered for it
 
 
 def test_memory_in_bfloat16_with_two_replicas(experiment_file, hf_config):
@@ -90,8 +91,8 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
                  "cluster.trainer_gpus=null", "cluster.rollout_gpus=null", "rollout.parallel.tp=2")
     assert result.exit_code == 0, result.output
     assert row(result.output, "shared")[1] == "CPU process 0-3"
-    assert row(result.output, "2") == ["2", "0", "1", "0", "2-3", "yes"]  # rank tp pp dp layers sends
-    assert row(result.output, "links")[1] == "2: 2 sender(s) to each engine's 2 worker(s)"
+    assert row(result.output, "2")[:5] == ["2", "0", "1", "0", "2-3"]  # rank tp pp dp layers
+    assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
 def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):

@@ -1,8 +1,11 @@
 """Checks across keys: one case each, found by key and by the words a user needs."""
+from dataclasses import replace
+
 import pytest
 
 from mrl.config.checks import check_evaluation, check_experiment, context_limit, resolved_device
 from mrl.config.load import load_experiment
+from mrl.reshard.families.qwen3 import QWEN3
 
 OVERLAP = ["loop.mode=one_step_overlap"]
 COLOCATED = ["loop.mode=colocated_sync", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null"]
@@ -47,13 +50,52 @@ def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
 
 
-def test_a_model_that_cannot_be_trained(experiment_file, hf_config):
-    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
-                     moe_intermediate_size=40)
-    text = found(experiment_file, hf_config)["model.path"]
-    assert "Qwen3MoeForCausalLM cannot: the trainer builds dense layers only" in text
+def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch):
+    untrainable = replace(QWEN3, untrainable="it is too large")
+    monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
+    assert "Qwen3ForCausalLM cannot: it is too large" in found(experiment_file, hf_config)["model.path"]
     exp = load_experiment(experiment_file, ["data.eval=heldout.jsonl"])
     assert check_evaluation(exp, hf_config, visible_gpus=0) == []
+
+
+PARALLEL = "trainer.parallel."
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    (["vpp=2"], "vpp", "vpp 2 needs pp of at least 2"),
+    (["pp=2", "vpp=3"], "vpp", "vpp 3 does not divide the 2 layers of a stage"),
+    (["pp=2", "vpp=3"], "vpp", "use one of 1, 2\n"),
+    (["first_stage_layers=1"], "pp", "first_stage_layers 1 needs pp of at least 2"),
+    (["pp=3", "first_stage_layers=1"], "pp", "3 layers, what first_stage_layers 1 leave of num_hidden_layers 4, do"),
+    (["pp=3", "first_stage_layers=1"], "pp", "use one of 2, 4\n"),
+    (["pp=2", "last_stage_layers=4"], "pp", "change the layers of the other stages"),
+    (["ep=2"], "ep", "ep 2 divides experts, and the model has none"),
+], ids=str)
+def test_pipelines_and_dense_models(experiment_file, hf_config, overrides, key, words):
+    changes = [PARALLEL + change for change in overrides]
+    problems = found(experiment_file, hf_config, "cluster.trainer_gpus=12", *changes)
+    assert list(problems) == [PARALLEL + key]
+    assert words in problems[PARALLEL + key] + "\n"
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    ([], PARALLEL + "sequence_parallel", "the experts of Qwen3MoeForCausalLM: each rank routes its own tokens"),
+    (["ep=3", "sequence_parallel=true"], PARALLEL + "ep", "ep 3 does not divide the number of experts 4"),
+    (["etp=3", "sequence_parallel=true"], PARALLEL + "etp", "etp 3 does not divide moe_intermediate_size 40"),
+    (["ep=4", "etp=4", "sequence_parallel=true"], "cluster.trainer_gpus",
+     "a multiple of 16 (of trainer.parallel.tp * trainer.parallel.pp and of trainer.parallel.ep * etp * pp)"),
+], ids=str)
+def test_experts(experiment_file, hf_config, overrides, key, words):
+    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
+                     moe_intermediate_size=40)
+    changes = [PARALLEL + change for change in overrides]
+    problems = found(experiment_file, hf_config, "cluster.trainer_gpus=12", *changes)
+    assert list(problems) == [key]
+    assert words in problems[key]
+
+
+def test_a_balancing_loss_needs_experts(experiment_file, hf_config):
+    assert "no experts" in found(experiment_file, hf_config, "trainer.moe.aux_loss_coef=0.01")["trainer.moe.aux_loss_coef"]
 
 
 def test_unsupported_architecture_lists_known_ones(experiment_file, hf_config):

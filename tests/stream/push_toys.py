@@ -12,11 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from mrl.engine.api import Version
-from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors
 from mrl.reshard.spec import model_spec, read_config
-from mrl.stream import sync as sync_module
 from mrl.stream.gather import Gatherer
 from mrl.stream.sync import WeightSync
 from tests.receiver.poison import poison, poison_transport
@@ -56,8 +54,7 @@ def push_twice(case: list, strategy: str, models: dict[str, str]) -> None:
     model, rank = Path(models[name]), dist.get_rank()
     experiment = make_experiment(
         model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0},
-        rollout={"parallel": {"tp": workers}}, cluster={"rollout_gpus": ENGINES * workers})
-    sync_module.engine_layout = lambda _: EngineLayout("vllm", ENGINES, tp=workers, gpus_per_node=node)
+        rollout={"parallel": {"tp": workers}}, cluster={"rollout_gpus": ENGINES * workers, "gpus_per_node": node})
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers) if rank == 0 else None
