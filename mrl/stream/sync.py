@@ -53,7 +53,7 @@ class WeightSync:
         if self.rank == 0:
             self._discard()  # what a gang that died has left, before any rank of this one can write
         self.store, store_host = self._open_store(host)
-        self.links = Links(self.rank, self.store, device, self.folder)
+        self.links = Links(self.rank, self.store, device, folder=self.folder)
         self._plan()
         self.calls: Optional[EngineCalls] = None
         if self.rank == 0:
