@@ -75,10 +75,10 @@ class WeightSync:
             self.calls.start(current)
         else:
             targets = self._hear_targets(number)
-        ranks = participants(self.plan, {target.request.engine for target in targets})
+        reached = frozenset(target.request.engine for target in targets)
+        ranks = self._participants(reached)
         if self.rank in ranks:
-            gatherer = self._gatherer(targets)
-            sent = stream(gatherer, self.links, self.seats, targets, self.settings.timeout_s)
+            sent = stream(self._gatherer(reached), self.links, self.seats, targets, self.settings.timeout_s)
             self.store.set(_key(number, f"sent/{self.rank}"), sent.to_json())
         if current is not None:
             report = self._conclude(current, ranks, began)
@@ -146,10 +146,19 @@ class WeightSync:
         self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
+        self.participants: dict[frozenset[int], frozenset[int]] = {}
 
-    def _gatherer(self, targets: list[Target]) -> Gatherer:
+    def _participants(self, engines: frozenset[int]) -> frozenset[int]:
+        """The ranks that gather or send something for these engines."""
+        if engines not in self.participants:
+            self.participants[engines] = frozenset(
+                rank for bucket in self.plan.outline if not engines.isdisjoint(bucket.engines)
+                for one in bucket.slices for rank in one.ranks)
+        return self.participants[engines]
+
+    def _gatherer(self, engines: frozenset[int]) -> Gatherer:
         """Views into the parameters, made anew only when these have moved or the engines are others."""
-        params, engines = self.trainer.local_params(), frozenset(target.request.engine for target in targets)
+        params = self.trainer.local_params()
         if self.gatherer is None or not self.gatherer.current(params, engines):
             self.gatherer = None  # its buffers go before the next one's come
             self.gatherer = Gatherer(self.plan, self.rank, params, engines, self.settings.buffers)
@@ -183,12 +192,6 @@ class WeightSync:
                                   master_listen_fd=listener.detach())
         dist.broadcast_object_list(place, src=0)
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
-
-
-def participants(plan: SyncPlan, engines: set[int]) -> frozenset[int]:
-    """The ranks that gather or send something for these engines."""
-    return frozenset(rank for bucket in plan.outline if not engines.isdisjoint(bucket.engines)
-                     for one in bucket.slices for rank in one.ranks)
 
 
 def _key(push: int, name: str) -> str:
