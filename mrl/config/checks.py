@@ -217,10 +217,18 @@ def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[
 
 
 def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
-    device = resolved_device(exp, visible_gpus)
-    if exp.sync.transport == "nccl" and (device == "cpu" or exp.loop.mode == "colocated_sync"):
+    device, transport = resolved_device(exp, visible_gpus), exp.sync.transport
+    shared = exp.loop.mode == "colocated_sync"
+    if transport == "nccl" and (device == "cpu" or shared):
         yield Problem("sync.transport", "nccl", "gloo: NCCL connects a trainer's GPU to another one, and there is none "
                       f"with cluster.device {device} and loop.mode {exp.loop.mode}", "use auto or gloo")
+    if transport == "cuda_ipc" and not (device == "cuda" and shared):
+        yield Problem("sync.transport", "cuda_ipc", "gloo or nccl: cuda_ipc copies within one GPU, and trainers and "
+                      f"engines share none with cluster.device {device} and loop.mode {exp.loop.mode}",
+                      "use auto, or loop.mode: colocated_sync on cuda")
+    if exp.sync.disk_dir is not None and transport != "disk":
+        yield Problem("sync.disk_dir", exp.sync.disk_dir, f"null: sync.transport {transport} writes no files",
+                      "remove sync.disk_dir, or set sync.transport: disk")
 
 
 def _check_reward(exp: Experiment) -> Iterator[Problem]:

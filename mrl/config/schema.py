@@ -162,8 +162,10 @@ class Rollout(Section):
 class Sync(Section):
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
         "auto", description="who sends what to whom; auto: what should take the least time")
-    transport: Literal["auto", "nccl", "gloo"] = Field(
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = Field(
         "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
+    disk_dir: Optional[str] = Field(None, description="transport disk: a directory that all machines of the run see, "
+                                    "with room for the model; null: the run directory")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
     buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
     verify_every: NonNegativeInt = Field(

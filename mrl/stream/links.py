@@ -5,6 +5,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Iterable, Mapping, NamedTuple, Optional
 
 import torch
@@ -90,12 +91,14 @@ def seats(plan: SyncPlan, rank: int) -> dict[int, Seat]:
 class Links:
     """The links of one sender. `store` is this thread's connection to the weight store; what is sent lies on `device`.
 
+    folder: where the disk transport writes; None with the others.
     errors: by engine, why its link was lost in the push that `begin` began.
     """
 
     rank: int
     store: dist.Store
     device: torch.device
+    folder: Optional[Path] = None
     open: dict[int, Link] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -166,7 +169,7 @@ class Links:
 
         def meet(part: str, rank: int, senders: int) -> Transport:
             return connect(request.transport, Meeting(store, request.store_host, request.link, part, rank,
-                                                      senders + target.workers, self.device), deadline)
+                                                      senders + target.workers, self.device, self.folder), deadline)
 
         try:
             store = open_store(request.store_host, request.store_port, deadline)

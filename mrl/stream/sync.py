@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -15,13 +16,14 @@ import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
+from mrl.receiver.mrl_receiver.disk import discard
 from mrl.receiver.mrl_receiver.links import address_towards
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
-from mrl.stream.pipeline import stream
+from mrl.stream.pipeline import label_prefix, stream
 from mrl.stream.planning import plan_of
 from mrl.stream.report import PushReport, Sent
 
@@ -34,20 +36,24 @@ class WeightSync:
 
     trainer: gives `spec`, `layout`, `te` and `local_params()`. engines: handles of the EngineServer actors on rank 0,
     None elsewhere. host: the address of this machine under which engines reach rank 0; by default 127.0.0.1 when all
-    trainer ranks are on one machine, else this machine's address.
+    trainer ranks are on one machine, else this machine's address. folder: this run's alone, where the disk transport
+    leaves weights on their way; it needs one.
     """
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
-                 host: Optional[str] = None):
+                 host: Optional[str] = None, folder: Optional[Path] = None):
         self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
-        self.store, store_host = self._open_store(host)
         device = next(iter(trainer.local_params().values())).device
-        self.links = Links(self.rank, self.store, device)
+        transport = _transport(experiment, device)
+        self.folder = folder if transport == "disk" else None
+        if self.rank == 0:
+            self._discard()  # what a gang that died has left, before any rank of this one can write
+        self.store, store_host = self._open_store(host)
+        self.links = Links(self.rank, self.store, device, self.folder)
         self._plan()
         self.calls: Optional[EngineCalls] = None
         if self.rank == 0:
-            self.calls = EngineCalls(engines or [], run_id, self.settings, _transport(experiment, device), self.store,
-                                     store_host)
+            self.calls = EngineCalls(engines or [], run_id, self.settings, transport, self.store, store_host)
         self.pushes = 0
         self.left: dict[int, list[str]] = {}  # rank 0: by push, the store keys it has left behind
 
@@ -88,8 +94,15 @@ class WeightSync:
         Not collective. Rank 0 must outlive the others' last push all the same, because it serves the store.
         """
         self.links.close()
+        if self.rank == 0:
+            self._discard()
 
     # -- rank 0
+
+    def _discard(self, part: str = "") -> None:
+        """Remove the files of the disk transport, or a part of them."""
+        if self.folder is not None:
+            discard(self.folder / part)
 
     def _exclude(self, unfit: dict[str, str]) -> SyncPlan:
         """Plan anew, without sending these HF tensors as shards."""
@@ -103,6 +116,7 @@ class WeightSync:
         sent = [Sent.from_json(self._hear(_key(push.number, f"sent/{rank}"))) for rank in sorted(ranks)]
         self.calls.conclude(push, lambda engine: [part.errors[engine] for part in sent if engine in part.errors],
                             time.monotonic() + self.settings.timeout_s + MARGIN_S)
+        self._discard(label_prefix(push.version, push.number))  # every engine has committed it or given up
         results = push.results.values()
         self.left[push.number] = [
             *(_key(push.number, name) for name in ("targets", "report", *(f"sent/{rank}" for rank in ranks))),

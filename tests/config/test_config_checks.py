@@ -149,6 +149,19 @@ def test_nccl_needs_a_gpu_on_each_side(experiment_file, hf_config, overrides):
     assert "use auto or gloo" in found(experiment_file, hf_config, *overrides, "sync.transport=nccl")["sync.transport"]
 
 
+@pytest.mark.parametrize("overrides", [["cluster.device=cuda"], [*COLOCATED, "cluster.gpus=2", "cluster.device=cpu"]])
+def test_cuda_ipc_needs_a_shared_gpu(experiment_file, hf_config, overrides):
+    ipc = [*overrides, "sync.transport=cuda_ipc"]
+    assert "trainers and engines share none" in found(experiment_file, hf_config, *ipc)["sync.transport"]
+    assert "sync.transport" not in found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2",
+                                         "cluster.device=cuda", "sync.transport=cuda_ipc")
+
+
+def test_a_directory_for_weights_goes_with_the_disk_transport(experiment_file, hf_config):
+    assert "writes no files" in found(experiment_file, hf_config, "sync.disk_dir=/somewhere")["sync.disk_dir"]
+    assert found(experiment_file, hf_config, "sync.disk_dir=/somewhere", "sync.transport=disk") == {}
+
+
 def test_bfloat16_on_cpu(experiment_file, hf_config):
     assert "float32 on cpu" in found(experiment_file, hf_config, "model.dtype=bfloat16")["model.dtype"]
     assert found(experiment_file, hf_config, "model.dtype=bfloat16", "cluster.device=cuda") == {}

@@ -110,6 +110,13 @@ def test_engine_python_that_fails(experiment_file, folder):
     assert "broken interpreter" in found(experiment_file)["rollout.python"]
 
 
+def test_the_directory_for_weights_must_be_writable(experiment_file, folder):
+    disk = ["sync.transport=disk", f"sync.disk_dir={folder}/shared"]
+    assert "an existing directory" in found(experiment_file, *disk)["sync.disk_dir"]
+    (folder / "shared").mkdir()
+    assert found(experiment_file, *disk) == {}
+
+
 def test_a_plan_needs_no_engine(experiment_file):
     exp = load_experiment(experiment_file, ["rollout.python=nopython-anywhere"])
     assert preflight_plan(exp, None)[0] == []

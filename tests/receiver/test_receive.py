@@ -60,7 +60,8 @@ def test_a_sync_of_every_mode_at_once_verified_and_in_the_promised_memory(monkey
             == ["norm", "o"]
         for receiver in receivers:
             receiver.scramble(7)
-        scrambled = [{"holdings": receiver._holdings(True), "opaque": receiver.traced.opaque} for receiver in receivers]
+        scrambled = [{"holdings": module._holdings(receiver.traced, receiver.tensors), "opaque": receiver.traced.opaque}
+                     for receiver in receivers]
         assert len(coverage_problems(senders.plan.tensors, scrambled, outcomes[0]["expected"])) >= len(SHAPES) - 3
     for receiver in receivers:
         largest = max(bucket.nbytes for bucket in senders.plan.of_worker(receiver.worker))

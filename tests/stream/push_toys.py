@@ -2,61 +2,41 @@
 
 Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node]]}.
 Prints CASE and a JSON object for every case and strategy; asserts, on the way, what must hold for all of them. Every
-buffer is poisoned as soon as it has been used.
+buffer is poisoned as soon as it may be used again.
 """
 import json
 import sys
-from collections import deque
 from pathlib import Path
 
-import torch
+import pytest
 import torch.distributed as dist
 
 from mrl.engine.api import Version
-from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.gather import Gatherer
-from mrl.stream.links import Links
 from mrl.stream.sync import WeightSync
+from tests.receiver.poison import poison, poison_transport
 from tests.stream.engines import RUN_ID
 from tests.stream.tiny import FakeTrainer, make_experiment, weights
 from tests.stream.toys import ToyEngine, ToyModel
 
 ENGINES = 2
 BUCKET_MB = 0.04
-NAN = float("nan")
 
 
 def poison_used_buffers() -> None:
-    """Whatever was sent, packed or put in place is overwritten at once: nobody may still need it."""
-    start, finish, fill, init, apply = Links.start, Links.finish, Gatherer.fill, Routes.__init__, Routes.apply
-    under_way: deque[torch.Tensor] = deque()
-
-    def poisoned_start(links, engines, flat, *arguments):
-        under_way.append(flat)
-        return start(links, engines, flat, *arguments)
-
-    def poisoned_finish(links, transfers, deadline):
-        finish(links, transfers, deadline)
-        under_way.popleft().fill_(NAN)
+    """Whatever was sent, packed or put in place is overwritten: nobody may still need it."""
+    poison_transport(pytest.MonkeyPatch(), "gloo")
+    fill = Gatherer.fill
 
     def poisoned_fill(gatherer, share):
         fill(gatherer, share)
-        gatherer.packed.fill_(0xFF)
-        gatherer.gathered.fill_(0xFF)
+        poison(gatherer.packed)
+        poison(gatherer.gathered)
 
-    def keep_slots(routes, buckets, slots, *arguments):
-        init(routes, buckets, slots, *arguments)
-        routes.to_poison = slots
-
-    def poisoned_apply(routes, position):
-        apply(routes, position)
-        routes.to_poison[position].fill_(NAN)
-
-    Links.start, Links.finish, Gatherer.fill = poisoned_start, poisoned_finish, poisoned_fill
-    Routes.__init__, Routes.apply = keep_slots, poisoned_apply
+    Gatherer.fill = poisoned_fill
 
 
 def engines_for(experiment, model: Path, workers: int) -> list[ToyEngine]:

@@ -31,17 +31,20 @@ def run(tmp_path, models: dict, cases: list) -> list[dict]:
 
 
 def check(found: list[dict], cases: list) -> None:
+    """Every case was done, by every strategy, and each strategy did what sets it apart."""
     assert [one["case"] for one in found] == [list(case) for case in cases for _ in range(3)]
     modes = {"broadcast": ["broadcast"], "multi_sender": ["slices"], "sharded": ["direct", "slices"]}
     for one in found:
         assert one["modes"] == modes[one["strategy"]], one
-        if one["strategy"] == "multi_sender":
-            assert one["senders"] == 4, f"ranks stand idle: {one}"
 
 
+@pytest.mark.slow
 def test_dense_models(tmp_path, model):
     cases = [["dense", *case] for case in DENSE]
-    check(run(tmp_path, {"dense": str(model)}, cases), cases)
+    found = run(tmp_path, {"dense": str(model)}, cases)
+    check(found, cases)
+    idle = [one for one in found if one["strategy"] != "broadcast" and one["senders"] < 4]
+    assert not idle, "ranks that hold weights send none"
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import torch
 from mrl.config.schema import Experiment
 from mrl.engine.api import EngineClosed, EngineLost, GenerateRequest, SyncError, Version
 from mrl.receiver.mrl_receiver.wire import SyncRequest
+from mrl.reshard.layout import Layout
 from mrl.stream.links import Links
+from mrl.stream.sync import WeightSync
 from tests.stream.engines import ROOT, RUN_ID, STRATEGIES, alive, push_from_gang
-from tests.stream.tiny import PROMPT, reference_log_probs, weights
+from tests.stream.tiny import PROMPT, FakeTrainer, reference_log_probs, weights
 from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
@@ -43,6 +45,19 @@ def test_two_syncs_in_a_row_and_every_second_one_verified(bench, pushing):
         assert (status.state, status.version) == ("serving", Version(0, bench.step))
         assert bench.log_prob_error(tensors) < TOLERANCE
     assert len(pushing[1].plan.outline) > 4 and report.strategy == pushing[1].settings.strategy
+
+
+def test_files_bring_weights_too(bench, one_rank, tmp_path):
+    settings = bench.experiment.sync.model_copy(update={"transport": "disk"})
+    trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
+    sync = WeightSync(bench.experiment.model_copy(update={"sync": settings}), trainer, [bench.engine], RUN_ID,
+                      folder=tmp_path / "weights")
+    for verified in (True, False):
+        report, tensors = push(bench, (trainer, sync))
+        assert report.ok and report.verified is verified, report
+        assert bench.log_prob_error(tensors) < TOLERANCE
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_log_probs_have_the_temperature_applied(bench, pushing):

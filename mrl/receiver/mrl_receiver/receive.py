@@ -19,7 +19,7 @@ from .checksum import add, checksum
 from .links import LinkError, failed_key, finish_stream, open_store
 from .proof import unfaithful
 from .routes import Routes, misfits
-from .trace import Loader, Traced, TraceError, trace
+from .trace import Home, Loader, Traced, TraceError, trace
 from .transfer import Connections, transfer
 from .transports import TRANSPORTS
 from .wire import Bucket, Holding, Plan, Shape, SyncRequest, ready_key, sums_key
@@ -85,14 +85,15 @@ class Receiver:
             raise Refused(f"the plan is for {plan.workers} workers; this engine has {self.workers}")
         if plan.tensor_kinds != self.tensors:
             traced = trace(plan.tensor_kinds, self.model, self.load)
-            if left_out := [name for name in traced.untouched(self.model) if name not in self.derived]:
+            left_out = [name for name in traced.untouched(self.model) if name not in self.derived]
+            if left_out:
                 raise TraceError(f"the engine's parameters {', '.join(left_out[:5])} (of {len(left_out)}) receive "
                                  f"nothing from the plan")
             self.tensors, self.traced = plan.tensor_kinds, traced
         wrong = misfits(plan, self.worker, self.traced)
         if not wrong:
             self._take_on(plan, request)
-        return {"holdings": self._holdings(with_checksums=False), "opaque": self.traced.opaque, "not_sharded": wrong,
+        return {"holdings": _holdings(self.traced), "opaque": self.traced.opaque, "not_sharded": wrong,
                 "proven": not wrong and self.prepared.proven}
 
     def prove(self, request: SyncRequest) -> dict[str, Any]:
@@ -127,7 +128,9 @@ class Receiver:
             self.dirty, self.accepted = True, request.version
             reply: dict[str, Any] = self._transfer(deadline)
             if request.verify:
-                reply["holdings"], reply["opaque"] = self._holdings(with_checksums=True), self.traced.opaque
+                own = self.prepared
+                reply["holdings"] = _holdings(own.routes.traced, own.plan.tensor_kinds)
+                reply["opaque"] = own.routes.traced.opaque
                 if self.worker == 0:
                     reply["expected"] = self._expected(request, deadline)
         except BaseException:
@@ -140,7 +143,7 @@ class Receiver:
         """Overwrite every received element with noise, so that a test can see that a sync restores all of them."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.no_grad():
-            for homes in self.traced.homes.values():
+            for homes in self.prepared.routes.traced.homes.values():
                 for home in homes:
                     home.target.uniform_(-1, 1, generator=generator)
 
@@ -230,13 +233,16 @@ class Receiver:
                 if time.monotonic() > deadline or self.store.check([failed]):
                     raise LinkError(f"a sender's checksums did not come ({key})") from error
 
-    def _holdings(self, with_checksums: bool) -> dict[str, list]:
-        return {name: [Holding(lattice, self._sum(name, lattice, target) if with_checksums else None).to_wire()
-                       for lattice, target in homes]
-                for name, homes in self.traced.homes.items()}
 
-    def _sum(self, name: str, lattice, target: torch.Tensor) -> int:
-        return checksum(target.to(self.tensors[name][1]), lattice)  # a wider home gives back exactly what was sent
+def _holdings(traced: Traced, kinds: Optional[dict[str, tuple[Shape, torch.dtype]]] = None) -> dict[str, list]:
+    """What a worker holds of every HF tensor, in wire form; given the tensors' kinds, with checksums."""
+    def holding(name: str, home: Home) -> Holding:
+        if kinds is None:
+            return Holding(home.lattice)
+        sent = home.target.to(kinds[name][1])  # a wider home gives back exactly what was sent
+        return Holding(home.lattice, checksum(sent, home.lattice))
+
+    return {name: [holding(name, home).to_wire() for home in homes] for name, homes in traced.homes.items()}
 
 
 def _text(version: tuple[int, int]) -> str:

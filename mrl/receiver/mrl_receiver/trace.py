@@ -6,6 +6,7 @@ written while tracing, so a plan that the loader refuses leaves the engine as it
 """
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 _aten = torch.ops.aten
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+_PATCHING = threading.Lock()
 
 
 class TraceError(RuntimeError):
@@ -80,18 +82,24 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Within the block thread pools work at once in the thread that asks them: a dispatch mode sees no other's copies,
-    and SGLang's loaders copy in pools."""
-    def submit(_: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(function(*arguments, **keywords))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    """Within the block what this thread gives to thread pools is done at once, by itself: a dispatch mode sees no other
+    thread's copies, and SGLang's loaders copy in pools."""
+    here = threading.get_ident()
+    with _PATCHING:
+        usual = ThreadPoolExecutor.submit
 
-    with patch.object(ThreadPoolExecutor, "submit", submit):
-        yield
+        def submit(pool: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
+            if threading.get_ident() != here:
+                return usual(pool, function, *arguments, **keywords)
+            future: Future = Future()
+            try:
+                future.set_result(function(*arguments, **keywords))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        with patch.object(ThreadPoolExecutor, "submit", submit):
+            yield
 
 
 def memory_of(model: torch.nn.Module) -> dict[int, str]:
