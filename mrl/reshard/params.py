@@ -15,12 +15,15 @@ from mrl.reshard.spec import ModelSpec, layout_problems
 class ParamPlan:
     """One Megatron parameter of one rank: its name, local shape, and its pieces.
 
-    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1).
+    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1). Where HF
+    stores a tensor twice, there are two plans of one name.
+    `dtype`: None, the model's; else it is a buffer (`GPTModel.named_buffers()`) of this dtype.
     """
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
 
     @property
     def numel(self) -> int:
@@ -102,10 +105,39 @@ def hf_shapes(column: Column) -> dict[str, Shape]:
     return {piece.hf: piece.hf_shape for param in column for piece in param.pieces}
 
 
+def joined_tensors(spec: ModelSpec) -> list[tuple[str, ...]]:
+    """Names of the HF tensors that an engine's loader must be given in one call, group by group."""
+    groups: list[tuple[str, ...]] = []
+    names: tuple[str, ...] = ()
+    for entry in _entries(spec, Layout(), Coord()):
+        own = tuple(tensor.name for tensor in entry.tensors(spec))
+        if entry.rule.joins:
+            if groups and groups[-1] == names:
+                groups.pop()
+            own = names + own
+            groups.append(own)
+        names = own
+    return groups
+
+
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and global shape of every tensor of the model's HF checkpoint, in model order."""
     whole = _entries(spec, Layout(), Coord())
     return {tensor.name: tensor.shape for entry in whole for tensor in entry.tensors(spec)}
+
+
+def duplicates(spec: ModelSpec) -> dict[str, str]:
+    """HF tensors that a file may or must have, although Megatron has no parameter of their own for them: name -> the
+    tensor that each equals. These are a tied model's output, and what multi-token-prediction layers share."""
+    family = spec.family
+    embedding, output = (rule.hf[0][0] for rule in (family.embedding, family.output))
+    shared = {family.embedding.name: embedding, family.output.name: output}
+    copies = {output: embedding} if spec.tied else {}
+    for layer in range(spec.num_layers, spec.num_layers + spec.mtp_layers):
+        for rule in spec.layer_rules(layer):
+            if rule.name in shared:
+                copies[rule.hf[0][0].format(layer=layer)] = shared[rule.name]
+    return copies
 
 
 def _check(spec: ModelSpec, layout: Layout) -> None:
@@ -122,11 +154,12 @@ def _plans(
     for entry in entries:
         expert = entry.rule.expert
         grid, index, repetition = (experts, at.etp, at.dp) if expert else (layout, coord.tp, coord.dp)
-        shard = entry.rule.kind(entry.tensors(spec), spec, grid, index)
+        kind = entry.rule.te_kind if te else entry.rule.kind
+        shard = kind(entry.tensors(spec), spec, grid, index)
         pieces = shard.pieces
         if entry.copy or repetition:
             pieces = tuple(replace(piece, leaves=False) for piece in pieces)
-        yield ParamPlan(entry.name(te), shard.shape, pieces)
+        yield ParamPlan(entry.name(te), shard.shape, pieces, entry.rule.dtype)
 
 
 def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
@@ -144,12 +177,18 @@ def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) ->
     if first:
         yield _Entry(family.embedding, prefix)
     for local_layer, layer in enumerate(layout.layers(spec.num_layers, coord.pp, chunk)):
-        for rule in family.layer:
-            for local_expert, expert in enumerate(experts if rule.expert else range(1)):
-                yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)
+        yield from _layer_entries(spec, prefix, local_layer, layer, experts)
     if last:
         yield _Entry(family.final_norm, prefix)
         if not spec.tied:
             yield _Entry(family.output, prefix)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
             yield _Entry(replace(family.output, hf=family.embedding.hf), prefix, copy=True)
+        for index in range(spec.mtp_layers):
+            yield from _layer_entries(spec, prefix, index, spec.num_layers + index, experts)
+
+
+def _layer_entries(spec: ModelSpec, prefix: str, local_layer: int, layer: int, experts: range) -> Iterator[_Entry]:
+    for rule in spec.layer_rules(layer):
+        for local_expert, expert in enumerate(experts if rule.expert else range(1)):
+            yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)

@@ -6,6 +6,7 @@ its buckets into copies between tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, Iterator, Mapping
 
@@ -126,24 +127,31 @@ def plan_sync(spec: ModelSpec, layout: Layout, bucket_bytes: int, dtype: str, te
 
 
 def _groups(columns: Iterator[Column], limit: int) -> Iterator[list[Column]]:
-    """Consecutive parameters of the same ranks, of at most `limit` elements together (or one that alone has more)."""
+    """Consecutive parameters of the same ranks and dtype, of at most `limit` elements together (or one that alone has
+    more). Parameters that are parts of the same HF tensors are one."""
     group: list[Column] = []
     filled = 0
-    for column in columns:
-        numel = sum(prod(shape) for shape in hf_shapes(column).values())
-        if group and (filled + numel > limit or len(column) != len(group[0])):
+    for _, same in groupby(columns, key=lambda column: tuple(hf_shapes(column))):
+        whole = list(same)
+        numel = sum(prod(shape) for shape in hf_shapes(whole[0]).values())
+        if group and (filled + numel > limit or _ranks_and_dtype(whole[0]) != _ranks_and_dtype(group[0])):
             yield group
             group, filled = [], 0
-        group.append(column)
+        group += whole
         filled += numel
     if group:
         yield group
 
 
+def _ranks_and_dtype(column: Column) -> tuple[int, str | None]:
+    return len(column), column[0].dtype
+
+
 def _bucket(index: int, stage: int, dtype: str, columns: list[Column]) -> Bucket:
+    dtype = columns[0][0].dtype or dtype
+    shapes = {name: shape for column in columns for name, shape in hf_shapes(column).items()}
     items, offset = [], 0
-    for column in columns:
-        for name, shape in hf_shapes(column).items():
-            items.append(BucketItem(name, shape, dtype, offset, prod(shape)))
-            offset += prod(shape)
+    for name, shape in shapes.items():
+        items.append(BucketItem(name, shape, dtype, offset, prod(shape)))
+        offset += prod(shape)
     return Bucket(index, stage, dtype, offset, tuple(items), tuple(zip(*columns)))

@@ -84,7 +84,7 @@ def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn,
         "moe_shared_expert_intermediate_size": moe.shared_ffn,
-        "moe_shared_expert_gate": moe.shared_ffn is not None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "moe_router_topk": moe.top_k,

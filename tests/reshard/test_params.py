@@ -9,7 +9,7 @@ import torch
 
 from mrl.reshard import Coord, Layout, hf_tensors, is_expert, local_params, model_spec
 
-from .simulate import CASES, SIZES, VARIANTS, hf_config
+from .simulate import CASES, SIZES, VARIANTS, hf_config, spec_of
 
 LAYER = "decoder.layers.0."
 
@@ -98,7 +98,7 @@ def test_names_of_chunks():
 
 @pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_pieces_cover_every_element_exactly_once(variant, layout):
-    spec = model_spec(hf_config(variant))
+    spec = spec_of(variant)
     left = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_tensors(spec).items()}
     for rank in range(layout.world):
         for plan in local_params(spec, layout, layout.coord(rank), te=False):
@@ -140,7 +140,7 @@ MOE = LAYER + "mlp."
 
 def experts_of(variant: str, layout: Layout, coord: Coord, te: bool) -> dict[str, list[str]]:
     """Megatron name -> HF names of the first layer's MLP, without their common beginnings."""
-    plans = local_params(model_spec(hf_config(variant)), layout, coord, te)
+    plans = local_params(spec_of(variant), layout, coord, te)
     return {
         plan.name.removeprefix(MOE): [piece.hf.removeprefix("model.layers.0.") for piece in plan.pieces]
         for plan in plans if plan.name.startswith(MOE)
@@ -201,10 +201,10 @@ def test_an_expert_is_cut_over_etp_and_the_shared_one_over_tp():
 ])
 def test_experts_that_do_not_divide(variant, layout, message):
     with pytest.raises(ValueError, match=message):
-        local_params(model_spec(hf_config(variant)), layout, Coord(), te=False)
+        local_params(spec_of(variant), layout, Coord(), te=False)
 
 
 def test_experts_are_known_by_name():
     for variant in VARIANTS:
-        for rule in model_spec(hf_config(variant)).family.layer:
+        for rule in spec_of(variant).family.layer:
             assert is_expert(rule.megatron(3, 5, te=False)) == is_expert(rule.megatron(3, 5, te=True)) == rule.expert

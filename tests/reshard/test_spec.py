@@ -9,7 +9,7 @@ import pytest
 
 from mrl.reshard import MoeSpec, family_of, model_spec, read_config
 
-from .simulate import VARIANTS, hf_config
+from .simulate import VARIANTS, hf_config, spec_of
 
 
 def test_sizes_and_switches():
@@ -24,12 +24,21 @@ def test_sizes_and_switches():
 
 @pytest.mark.parametrize("variant, moe", [
     ("qwen3-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=None, norm_topk_prob=False)),
-    ("qwen2-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=36, norm_topk_prob=False)),
+    ("qwen2-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=36, norm_topk_prob=False, shared_gate=True)),
     ("mixtral", MoeSpec(num_experts=8, top_k=3, ffn=40, shared_ffn=None, norm_topk_prob=True)),
+    ("gpt-oss", MoeSpec(num_experts=8, top_k=3, ffn=40, shared_ffn=None, norm_topk_prob=False)),
+    ("deepseek-v2", MoeSpec(
+        num_experts=8, top_k=4, ffn=28, shared_ffn=56, norm_topk_prob=False, dense_layers=1)),
+    ("deepseek-v3", MoeSpec(
+        num_experts=8, top_k=4, ffn=28, shared_ffn=56, norm_topk_prob=True, dense_layers=1, scoring="sigmoid",
+        bias=True, scaling=2.5, groups=4, top_groups=2, group_best=2)),
+    ("glm4-moe", MoeSpec(
+        num_experts=8, top_k=3, ffn=28, shared_ffn=28, norm_topk_prob=True, dense_layers=1, scoring="sigmoid",
+        bias=True)),
 ])
 def test_experts(variant, moe):
-    assert model_spec(hf_config(variant)).moe == moe
-    hash(model_spec(hf_config(variant)))
+    assert spec_of(variant).moe == moe
+    hash(spec_of(variant))
 
 
 def test_a_family_that_cannot_be_trained_says_why():
@@ -41,7 +50,7 @@ def test_a_family_that_cannot_be_trained_says_why():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_transformers_writes_is_understood(variant, model_dir):
-    assert model_spec(read_config(model_dir(variant))) == model_spec(hf_config(variant))
+    assert spec_of(variant, read_config(model_dir(variant))) == spec_of(variant)
 
 
 @pytest.mark.parametrize("rope", [

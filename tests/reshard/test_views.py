@@ -7,14 +7,14 @@ from safetensors.torch import load_file
 
 from mrl.reshard import Layout, assemble_views, model_spec, pack_views, plan_sync, read_config
 
-from .simulate import CASES, assert_same, hf_config, load_all
+from .simulate import CASES, assert_same, hf_config, load_all, spec_of
 
 
 @pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
 @pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_a_sync_reproduces_the_checkpoint(variant, layout, te, model_dir):
     directory = model_dir(variant)
-    spec = model_spec(read_config(directory))
+    spec = spec_of(variant, read_config(directory))
     shards = load_all(directory, spec, layout, te, torch.float32)
     plan = plan_sync(spec, layout, 12_000, "float32", te)
     assert len(plan.buckets) > layout.pp
