@@ -64,6 +64,7 @@ def whole_gradients(trainer) -> dict[str, torch.Tensor]:
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
         prefix = chunk_prefix(trainer.layout, index)
         local |= {prefix + name: param.main_grad.cpu() for name, param in chunk.module.named_parameters()}
+    local |= {plan.name: torch.zeros(plan.shape) for plan in trainer.plans if plan.dtype}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
     layout = trainer.layout
