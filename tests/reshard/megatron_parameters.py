@@ -19,8 +19,7 @@ DTYPE = torch.bfloat16
 
 
 def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
-    """Names, local shapes and dtypes of what one rank saves of the model that the trainer builds; its place among experts.
-    """
+    """Names, local shapes and dtypes of all weights of one rank, as the trainer builds it; its place among experts."""
     from megatron.core import parallel_state
 
     from mrl.config.schema import Trainer, TrainerParallel
