@@ -29,10 +29,10 @@ def gang() -> Iterator[Platform]:
 
 
 def experiment(model: Path, parallel: dict | None = None, kl: float = 0.0, dtype: str = "float32",
-               aux_loss_coef: float = 0.0, **optimizer) -> Experiment:
+               aux_loss_coef: float = 0.0, mtp: str = "drop", **optimizer) -> Experiment:
     """An experiment whose trainer section is what counts."""
     return Experiment.model_validate({
-        "model": {"path": str(model), "dtype": dtype},
+        "model": {"path": str(model), "dtype": dtype, "mtp": mtp},
         "data": {"train": "none.jsonl"},
         "algorithm": {"kl": {"coef": kl}},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},

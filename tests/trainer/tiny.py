@@ -22,6 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from mrl.reshard import model_spec, read_config
+from tests.reshard.simulate import add_prediction_layers
+
 VOCAB = 131  # prime: no tensor-parallel size or padding divides it
 TEMPERATURE = 0.7
 LENGTHS = (9, 1, 17, 4, 30, 12, 2)
@@ -89,6 +92,7 @@ def make_model(family: str, directory: Path) -> Path:
                 buffer.normal_(0.0, 0.2)
     path = directory / family
     model.save_pretrained(path)
+    add_prediction_layers(path, model_spec(read_config(path), mtp="keep"), torch.float32)
     return path
 
 
