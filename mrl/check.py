@@ -69,7 +69,7 @@ class RankMemory:
 
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
     """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
-    spec = model_spec(hf_config)
+    spec = model_spec(hf_config, exp.model.mtp)
     layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
     sync = plan_of(exp, spec, layout, te=device == "cuda")
