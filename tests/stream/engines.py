@@ -29,9 +29,14 @@ class TestableEngine(EngineServer):
         return [guard, *descendants(guard)]
 
 
-def vllm_python() -> str:
-    """Python of the vLLM environment that launch/setup.sh made."""
-    return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / "vllm" / "bin" / "python")
+def engine_python(engine: str) -> str:
+    """Python of the environment of this engine that launch/setup.sh made."""
+    return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / engine / "bin" / "python")
+
+
+def actor_name(experiment: Experiment) -> str:
+    """Under which the other processes of a test find the engine's actor: a name is not free again at once."""
+    return f"{experiment.rollout.engine}-tp{experiment.rollout.parallel.tp}"
 
 
 def start_ray() -> Iterator[str]:
@@ -48,7 +53,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def make_engine(experiment: Experiment, run_dir: Path, name: str, **keywords: Any):
+def make_engine(experiment: Experiment, run_dir: Path, **keywords: Any):
     """Handle of an engine actor that has not been started."""
     actor = ray.remote(num_cpus=0, max_concurrency=1000)(TestableEngine)
-    return actor.options(name=name).remote(experiment, 0, RUN_ID, run_dir, **keywords)
+    return actor.options(name=actor_name(experiment)).remote(experiment, 0, RUN_ID, run_dir, **keywords)

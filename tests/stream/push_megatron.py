@@ -1,4 +1,4 @@
-"""Run by torchrun: a real Megatron gang pushes to the engine named engine-0 and both say what they think of its tokens.
+"""Run by torchrun: a real Megatron gang pushes to the experiment's engine and both say what they think of its tokens.
 
 Arguments: experiment.json, Ray address, first step. Prints DIFFERENCE and the largest one of the log-probs, per push.
 """
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import GenerateRequest, Version
-from tests.stream.engines import NAMESPACE, RUN_ID
+from tests.stream.engines import NAMESPACE, RUN_ID, actor_name
 from tests.stream.tiny import PROMPT
 from tests.trainer.gang import gang
 
@@ -27,7 +27,7 @@ def main(config: str, address: str, first: int) -> None:
         engines = None
         if dist.get_rank() == 0:
             ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
-            engines = [ray.get_actor("engine-0")]
+            engines = [ray.get_actor(actor_name(experiment))]
         trainer = Trainer(experiment, platform, total_steps=PUSHES)
         sync = WeightSync(experiment, trainer, engines, RUN_ID)
         for step in range(first, first + PUSHES):

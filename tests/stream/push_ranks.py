@@ -1,4 +1,4 @@
-"""Run by torchrun: the ranks of a gang push versions first … last to the engine named engine-0.
+"""Run by torchrun: the ranks of a gang push versions first … last to the experiment's engine.
 
 Arguments: experiment.json, Ray address, tp, pp, first, last. Prints one line a push: the report as JSON (rank 0).
 """
@@ -14,7 +14,7 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.reshard.layout import Layout
 from mrl.stream.sync import WeightSync
-from tests.stream.engines import NAMESPACE, RUN_ID
+from tests.stream.engines import NAMESPACE, RUN_ID, actor_name
 from tests.stream.tiny import FakeTrainer, weights
 
 
@@ -25,7 +25,7 @@ def main(config: str, address: str, tp: int, pp: int, first: int, last: int) -> 
     engines = None
     if rank == 0:
         ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
-        engines = [ray.get_actor("engine-0")]
+        engines = [ray.get_actor(actor_name(experiment))]
     layout = Layout(tp=tp, pp=pp, dp=dist.get_world_size() // (tp * pp))
     trainer = FakeTrainer(Path(experiment.model.path), layout, layout.coord(rank))
     sync = WeightSync(experiment, trainer, engines, RUN_ID)
