@@ -49,26 +49,24 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def signal_all(number: int) -> bool:
-    """Signal every descendant. False when there is none."""
-    pids = descendants(os.getpid())
-    for pid in pids:
+def signal_all(number: int) -> None:
+    """Signal every descendant."""
+    for pid in descendants(os.getpid()):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             pass
-    return bool(pids)
 
 
-def reap(codes: dict[int, int]) -> None:
-    """Collect every child that has ended."""
+def reap(codes: dict[int, int]) -> bool:
+    """Collect every child that has ended. False when there is no other: then there is no descendant either."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
@@ -85,14 +83,14 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
-    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant lives; then their shared memory."""
+    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; then their shared memory."""
     deadline = time.monotonic() + grace_s
     left_behind = shared_memory(descendants(os.getpid()))
     signal_all(signal.SIGTERM)
-    while signal_all(signal.SIGKILL if time.monotonic() > deadline else 0):
+    while reap(codes):
         time.sleep(REAP_POLL_S)
-        reap(codes)
-    reap(codes)
+        if time.monotonic() > deadline:
+            signal_all(signal.SIGKILL)
     for path in left_behind:
         try:
             os.unlink(path)

@@ -71,7 +71,7 @@ def bench_tp2(request, ray_address, model, tmp_path_factory):
 def running(experiment, model, run_dir, ray_address):
     """Start an engine, yield it, and see that nothing of it is left afterwards."""
     engine = make_engine(experiment, run_dir)
-    ray.get(engine.start.remote(), timeout=400)
+    ray.get(engine.start.remote(), timeout=700)
     bench = Bench(experiment, model, engine, ray_address)
     yield bench
     processes = bench.call("processes")
