@@ -162,12 +162,12 @@ def _partition_rows(plan: Plan) -> Rows:
 
 def _rank_rows(plan: Plan) -> Rows:
     layout = plan.layout
-    per_stage = plan.spec.num_layers // layout.pp
     rows = []
     for rank in range(min(layout.world, _MAX_ROWS)):
         at = layout.coord(rank)
+        chunks = [layout.layers(plan.spec.num_layers, at.pp, chunk) for chunk in range(layout.vpp)]
         rows.append((str(rank), str(at.tp), str(at.pp), str(at.dp),
-                     f"{at.pp * per_stage}-{(at.pp + 1) * per_stage - 1}",
+                     ", ".join(f"{layers[0]}-{layers[-1]}" for layers in chunks),
                      "yes" if rank == layout.sender(at.pp) else ""))
     return _capped(rows, layout.world)
 

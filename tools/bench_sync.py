@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -27,8 +28,7 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.engine.server import EngineServer
 from mrl.reshard.layout import Layout
-from mrl.reshard.params import local_params
-from mrl.reshard.plan import plan_sync
+from mrl.reshard.params import hf_tensors, local_params
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.sync import WeightSync
 
@@ -61,7 +61,7 @@ class RandomWeights:
         generator = torch.Generator(device).manual_seed(1)  # the same everywhere: replicated parameters must be equal
         for tensor in self.params.values():
             tensor.normal_(0, 0.02, generator=generator)
-        self.total_bytes = plan_sync(self.spec, layout, 1 << 30, "bfloat16", te).total_bytes
+        self.total_bytes = sum(2 * prod(shape) for shape in hf_tensors(self.spec).values())
 
     def local_params(self) -> dict[str, torch.Tensor]:
         return self.params
@@ -83,7 +83,8 @@ def experiment(options: argparse.Namespace, path: Path, ranks: int) -> Experimen
         "rollout": {"python": options.python, "parallel": {"tp": options.engine_tp}, "max_concurrent_requests": 64,
                     "sampling": {"max_response_tokens": 512}, "start_timeout_s": options.start_timeout,
                     "args": ["--enforce-eager", "--gpu-memory-utilization", "0.6", *options.engine_arg]},
-        "sync": {"bucket_mb": options.bucket_mb[0], "buffers": options.buffers, "transport": options.transport,
+        "sync": {"strategy": options.strategy, "transport": options.transport,
+                 "bucket_mb": options.bucket_mb[0], "buffers": options.buffers,
                  "verify_every": options.rounds if options.verify_last else 0},
         "loop": {"steps": 1},
         "cluster": {"device": "cuda", "trainer_gpus": ranks, "rollout_gpus": options.engine_tp},
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[512], help="sync.bucket_mb, one after another")
     parser.add_argument("--buffers", type=int, default=2)
+    parser.add_argument("--strategy", choices=("auto", "broadcast", "multi_sender", "sharded"), default="auto")
     parser.add_argument("--transport", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--engine-tp", type=int, default=1)
     parser.add_argument("--engine-arg", action="append", default=[], help="extra argument of the engine (repeat)")
@@ -198,7 +200,7 @@ def push_rounds(sync: WeightSync, trainer: RandomWeights, attempt: int, rounds: 
         if not report.verified:
             plain.append(report.seconds)
         if sync.rank == 0:
-            show(f"{name}, {len(sync.plan.buckets)} buckets, push {step}", report, raw_s)
+            show(f"{name}, {report.strategy}, {len(sync.plan.outline)} buckets, push {step}", report, raw_s)
     if sync.rank == 0:
         print(f"{name}: median of {len(plain)} pushes {median(plain):.3f} s = "
               f"{trainer.total_bytes / 1e9 / median(plain):.0f} GB/s, {raw_s / median(plain):.0%} of raw", flush=True)

@@ -137,6 +137,8 @@ class Rollout(Section):
 
 
 class Sync(Section):
+    strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
+        "auto", description="who sends what to whom; auto: what should take the least time")
     transport: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")

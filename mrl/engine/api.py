@@ -76,6 +76,17 @@ class EngineStartError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """One engine's answer to the plan of a new link.
+
+    not_sharded: HF tensors that it cannot take as shards, with the reason. Empty: it stands ready for the sync. Else it
+    wants another plan, in which they travel whole.
+    """
+
+    not_sharded: dict[str, str]
+
+
+@dataclass(frozen=True)
 class SyncResult:
     """One engine's account of a sync that was committed.
 

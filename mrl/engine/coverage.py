@@ -5,43 +5,66 @@ count once; different blocks must not overlap, which shows in the element count 
 """
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Optional
+from math import prod
+from typing import Iterable, Iterator, Mapping, Optional
 
 from mrl.receiver.mrl_receiver.checksum import add
-from mrl.receiver.mrl_receiver.wire import Holding, Item, Lattice
+from mrl.receiver.mrl_receiver.wire import Holding, Lattice, Shape
 
 MAX_PROBLEMS = 5
 
 
-def coverage_problems(items: Mapping[str, Item], replies: Iterable[Mapping], expected: Optional[Mapping[str, int]]
-                      ) -> list[str]:
+def coverage_problems(tensors: Mapping[str, Shape], replies: Iterable[Mapping],
+                      expected: Optional[Mapping[str, Mapping]]) -> list[str]:
     """What is wrong, one sentence each; empty when all is well.
 
-    replies: one a worker, with "holdings" and "opaque" in wire form. expected: the senders' checksum of every HF
-    tensor; None: only coverage is checked. Tensors that are opaque on any worker are passed over.
+    tensors: every HF tensor's shape. replies: one a worker, with "holdings" and "opaque" in wire form. expected: the
+    sums of what all senders have sent, {"shared": {name: sum}, "direct": {worker: {name: sum}}}; None: only coverage
+    is checked. A tensor sent to all must add up over the engine, a shard on its worker. Tensors that are opaque on any
+    worker are passed over.
     """
     replies = list(replies)
     opaque = {name for reply in replies for name in reply["opaque"]}
     problems = []
-    for name, item in items.items():
+    for name, shape in tensors.items():
         if name in opaque:
             continue
-        blocks: dict[Lattice, int | None] = {}
-        for worker, reply in enumerate(replies):
-            for wire in reply["holdings"].get(name, []):
-                holding = Holding.from_wire(wire)
-                if blocks.setdefault(holding.lattice, holding.checksum) != holding.checksum:
+        held = [_blocks(reply["holdings"].get(name, [])) for reply in replies]
+        together: dict[Lattice, Optional[int]] = {}
+        for worker, blocks in enumerate(held):
+            for lattice, checksum in blocks.items():
+                if together.setdefault(lattice, checksum) != checksum:
                     problems.append(f"{name}: worker {worker}'s copy differs from another's")
-        held = sum(Holding(lattice).numel for lattice in blocks)
-        if held != item.numel:
-            problems.append(f"{name} of shape {list(item.shape)}: the engine takes {held} of its {item.numel} elements")
+        count = sum(prod(lattice[1]) for lattice in together)
+        if count != prod(shape):
+            problems.append(f"{name} of shape {list(shape)}: the engine takes {count} of its {prod(shape)} elements")
         elif expected is not None:
-            total = 0
-            for block_sum in blocks.values():
-                total = add(total, block_sum)
-            if total != expected[name]:
-                problems.append(f"{name}: the engine's checksum {total} is not the trainer's {expected[name]}")
+            problems += _sum_problems(name, held, together, expected)
     return problems
+
+
+def _blocks(holdings: list[list]) -> dict[Lattice, Optional[int]]:
+    """Checksums of the blocks that one worker holds, each once."""
+    return {holding.lattice: holding.checksum for holding in map(Holding.from_wire, holdings)}
+
+
+def _sum_problems(name: str, held: list[dict], together: dict, expected: Mapping[str, Mapping]) -> Iterator[str]:
+    if name in expected["shared"]:
+        total, wanted = _sum(together), expected["shared"][name]
+        if total != wanted:
+            yield f"{name}: the engine's checksum {total} is not the trainer's {wanted}"
+        return
+    for worker, blocks in enumerate(held):
+        total, wanted = _sum(blocks), expected["direct"].get(str(worker), {}).get(name, 0)
+        if total != wanted:
+            yield f"{name}: worker {worker}'s checksum {total} is not the trainer's {wanted}"
+
+
+def _sum(blocks: Mapping[Lattice, int]) -> int:
+    total = 0
+    for checksum in blocks.values():
+        total = add(total, checksum)
+    return total
 
 
 def summary(problems: list[str]) -> str:

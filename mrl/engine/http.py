@@ -183,6 +183,8 @@ class HttpServer(ABC):
     async def _is_ours(self) -> None:
         mine = {"run_id": self.run_id, "engine": self.index, "incarnation": self.incarnation}
         for answer in await self.call_workers("mrl_identity"):
+            if answer.get("error"):
+                raise EngineStartError(f"engine {self.index} cannot be given weights: {answer['error']}")
             theirs = {key: answer.get(key) for key in mine}
             if theirs != mine:
                 raise EngineStartError(f"another server answers at {self.url}: wanted {mine}, got {answer}; stop it, "

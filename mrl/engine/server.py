@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Sequence
 
 from mrl.config.schema import Experiment
-from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, SyncError, SyncResult,
-                            Version)
+from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, Prepared, SyncError,
+                            SyncResult, Version)
 from mrl.engine.coverage import coverage_problems, summary
 from mrl.engine.engines import SERVERS
 from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest
@@ -95,26 +95,38 @@ class EngineServer:
         finally:
             self._outstanding -= request.max_tokens
 
+    async def prepare(self, request: SyncRequest) -> Prepared:
+        """Take on the plan of a new link: the workers trace it while the engine serves, and prove its shards if it has
+        any; that overwrites the weights, so the gate closes for it and the engine waits for others.
+
+        SyncError: refused, and the engine goes on as before; or the proof broke off. EngineLost: it died.
+        """
+        async with self._sync_lock:
+            version, deadline = Version(*request.version), time.monotonic() + request.deadline_s
+            self._admit(request, version)
+            try:
+                prepared, proven = await self._trace(request, deadline)
+                if prepared.not_sharded or proven:
+                    return prepared
+                await self._close_and_drain(request, version, deadline)
+                self._version = None
+                return _prepared(await self._workers("mrl_prove", replace(request, plan={}), deadline))
+            except Exception as error:
+                if self._state == "dirty":
+                    self._why_closed = f"version {version} was refused: {error}"
+                raise _sync_error(error)
+
     async def receive(self, request: SyncRequest) -> SyncResult:
         """Take part in one whole weight sync: close the gate, drain, receive, verify, open it at the new version.
 
         SyncError: refused, and the engine goes on as before; or broken off, and it is dirty. EngineLost: it died.
         """
         async with self._sync_lock:
-            version = Version(*request.version)
+            version, deadline = Version(*request.version), time.monotonic() + request.deadline_s
             self._admit(request, version)
-            deadline = time.monotonic() + request.deadline_s
-            opened, self._state = self._state, "dirty"
-            self._why_closed = f"it is receiving version {version}"
-            try:
-                began = time.monotonic()
-                await self._drain(deadline)
-                drained = time.monotonic() - began
-                if request.plan:
-                    await self._prepare(request, deadline)
-            except Exception as error:
-                self._reopen(request, opened, f"version {version} was refused: {error}")
-                raise _sync_error(error)
+            if self._plan is None:
+                raise SyncError(f"engine {self._index} has been given no plan")
+            drained = await self._close_and_drain(request, version, deadline)
             self._version, self._floor = None, version
             try:
                 result = await self._transfer(request, drained, deadline)
@@ -217,6 +229,19 @@ class EngineServer:
             held = f"serves {self._version}" if self._version else f"was promised {self._floor}"
             raise SyncError(f"version {version} is refused: engine {self._index} {held} and takes only newer ones")
 
+    async def _close_and_drain(self, request: SyncRequest, version: Version, deadline: float) -> float:
+        """Close the gate and let requests in flight finish. Returns the seconds it took. SyncError: as before."""
+        opened, self._state = self._state, "dirty"
+        self._why_closed = f"it is receiving version {version}"
+        began = time.monotonic()
+        try:
+            await self._drain(deadline)
+        except Exception as error:
+            if self._incarnation == request.incarnation and self._state == "dirty":
+                self._state, self._why_closed = opened, f"version {version} was refused: {error}"
+            raise _sync_error(error)
+        return time.monotonic() - began
+
     async def _drain(self, deadline: float) -> None:
         while self._in_flight:
             if (left := deadline - time.monotonic()) <= 0:
@@ -224,24 +249,23 @@ class EngineServer:
             await asyncio.wait(set(self._in_flight), timeout=left)
             await asyncio.sleep(0)  # let their callers take the answers
 
-    async def _prepare(self, request: SyncRequest, deadline: float) -> None:
-        """Let the workers trace the plan, and check that they will take all of it."""
+    async def _trace(self, request: SyncRequest, deadline: float) -> tuple[Prepared, bool]:
+        """Let the workers trace the plan, and check that they will take all of it. The second: nothing is to prove."""
         try:
             plan = Plan.from_wire(request.plan)
         except (KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"the plan is malformed: {error}") from error
+            raise SyncError(f"the plan is malformed: {type(error).__name__} {error}") from error
         replies = await self._workers("mrl_prepare", request, deadline)
-        if problems := coverage_problems(plan.items, replies, None):
+        if problems := coverage_problems(plan.tensors, replies, None):
             raise SyncError(summary(problems))
         self._plan = plan
+        return _prepared(replies), all(reply["proven"] for reply in replies)
 
     async def _transfer(self, request: SyncRequest, drained: float, deadline: float) -> SyncResult:
-        if self._plan is None:
-            raise SyncError("the engine has been given no plan")
         replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)
         unverified: tuple[str, ...] = ()
         if request.verify:
-            if problems := coverage_problems(self._plan.items, replies, replies[0]["expected"]):
+            if problems := coverage_problems(self._plan.tensors, replies, replies[0]["expected"]):
                 raise SyncError(f"verification failed: {summary(problems)}")
             unverified = tuple(sorted({name for reply in replies for name in reply["opaque"]}))
         await self._server.reset_prefix_cache(max(1.0, deadline - time.monotonic()))
@@ -261,11 +285,6 @@ class EngineServer:
         if errors := [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply["error"]]:
             raise SyncError("; ".join(errors))
         return replies
-
-    def _reopen(self, request: SyncRequest, opened: str, why: str) -> None:
-        """After a refusal: as before the sync, unless the server died meanwhile."""
-        if self._incarnation == request.incarnation and self._state == "dirty":
-            self._state, self._why_closed = opened, why
 
     # -- the server's life
 
@@ -310,6 +329,11 @@ class EngineServer:
 
     def _fail(self, error: str) -> None:
         self._state, self._version, self._error, self._why_closed = "failed", None, error, error
+
+
+def _prepared(replies: list[dict]) -> Prepared:
+    """What all workers say of the shards."""
+    return Prepared({name: why for reply in replies for name, why in reply["not_sharded"].items()})
 
 
 def _sync_error(error: Exception) -> Exception:

@@ -35,7 +35,8 @@ class VllmServer(HttpServer):
         if not self.gpus:
             # A prompt prefilled in chunks rewinds its request's random generator, which CPU generators cannot do: the
             # server dies. So prompts are prefilled whole.
-            command += ["--enforce-eager", "--no-enable-chunked-prefill",
+            # Of its two backends for MLA, the one for AMX drops the weights that a sync writes to. Ignored without MLA.
+            command += ["--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend", "CPU_MLA",
                         "--max-num-batched-tokens", str(max(self.longest_sample, CPU_BATCHED_TOKENS))]
         return command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mrl.config.schema import Log
 from mrl.rollout.evaluation import evaluation_metrics
 from mrl.rollout.types import Group
-from mrl.stream.sync import PushReport
+from mrl.stream.report import PushReport
 
 
 class RunLog:
@@ -65,7 +65,7 @@ class RunLog:
         self.metrics(step, {"kind": "sync", "sync/seconds": report.seconds, "sync/gather": report.gather_s,
                             "sync/send": report.send_s, "sync/load": report.load_s, "sync/bytes": report.bytes,
                             "sync/verified": report.verified, "sync/unverified": len(report.unverified),
-                            "sync/version": report.version})
+                            "sync/version": report.version, "sync/strategy": report.strategy})
         for index, error in {**report.errors, **report.absent}.items():
             if error:
                 self.say(f"engine {index} did not take the weights of step {step}: {error}")

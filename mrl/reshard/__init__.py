@@ -6,22 +6,26 @@ Pure functions; nothing here knows torch.distributed. Importing this package doe
 from importlib import import_module
 from typing import Any
 
+from mrl.reshard.buckets import DTYPE_BYTES, Bucket, Contribution, Outline, Part, Slice, SliceOutline
+from mrl.reshard.engine_layout import EngineLayout, held_boxes
 from mrl.reshard.families import FAMILIES, family_of
-from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range, layer_range
-from mrl.reshard.params import ParamPlan, hf_tensors, local_params
+from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
+from mrl.reshard.network import Network
+from mrl.reshard.params import GatherGroup, ParamPlan, gather_groups, hf_tensors, local_params
 from mrl.reshard.pieces import Piece
-from mrl.reshard.plan import DTYPE_BYTES, Bucket, BucketItem, SyncPlan, plan_sync
+from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
 from mrl.reshard.rules import Family, MoeKeys, Rule
 from mrl.reshard.spec import ModelSpec, MoeSpec, layout_problems, model_spec, read_config
-from mrl.reshard.views import assemble_views, pack_views
+from mrl.reshard.views import assemble_views, direct_views, pack_views
 
 _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export"}
 
 __all__ = [
-    "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "ExpertCoord", "FAMILIES", "Family", "Layout", "ModelSpec",
-    "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "expert_range", "family_of",
-    "hf_tensors", "layer_range", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
-    "read_config", *_WITH_TORCH,
+    "Bucket", "Contribution", "Coord", "DTYPE_BYTES", "EngineLayout", "ExpertCoord", "FAMILIES", "Family",
+    "GatherGroup", "Layout", "ModelSpec", "MoeKeys", "MoeSpec", "Network", "Outline", "ParamPlan", "Part", "Piece",
+    "Rule", "Slice", "SliceOutline", "SyncOptions", "SyncPlan", "assemble_views", "direct_views", "expert_range",
+    "family_of", "gather_groups", "held_boxes", "hf_tensors", "layout_problems", "local_params", "model_spec",
+    "pack_views", "plan_sync", "read_config", *_WITH_TORCH,
 ]
 
 

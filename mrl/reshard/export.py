@@ -4,8 +4,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from math import prod
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from mrl.reshard.layout import Coord, Layout
 from mrl.reshard.load import INDEX_FILE, SINGLE_FILE
-from mrl.reshard.params import Column, exported_params, hf_shapes
+from mrl.reshard.params import Column, gather_groups
+from mrl.reshard.pieces import Piece
 from mrl.reshard.spec import ModelSpec, read_config
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -30,37 +32,43 @@ def export_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the model exactly once, assembled on the CPU in the shards' dtype.
 
-    Stage by stage they come in model order, experts after all others and in the order of their index on the ranks.
+    Stage by stage and chunk by chunk they come in model order, experts after all others of their stage and in the order
+    of the ranks that hold them.
 
     `get_local(coord, name)` returns the contiguous shard of a Megatron parameter (or of anything shaped like it, for
     example its gradient) on the rank at `coord`; it is asked once per shard. ValueError for a shard of another shape
     than planned.
     """
-    for stage in range(layout.pp):
-        for column in exported_params(spec, layout, stage, te):
-            yield from _assemble(column, layout, stage, get_local).items()
+    unfinished: dict[str, tuple[Tensor, int]] = {}  # what is there so far, and the elements that are not
+    for group in gather_groups(spec, layout):
+        coords = [layout.coord(rank) for rank in group.ranks(0)]
+        for number in range(len(group.entries)):
+            for piece, values in _leaving(coords, group.column(number, te), get_local):
+                if piece.hf not in unfinished:
+                    unfinished[piece.hf] = torch.empty(piece.hf_shape, dtype=values.dtype), prod(piece.hf_shape)
+                tensor, missing = unfinished.pop(piece.hf)
+                piece.of_hf(tensor).copy_(values)
+                if missing == piece.numel:
+                    yield piece.hf, tensor
+                else:
+                    unfinished[piece.hf] = tensor, missing - piece.numel
 
 
 @torch.no_grad()
-def _assemble(
-    column: Column, layout: Layout, stage: int, get_local: Callable[[Coord, str], Tensor],
-) -> dict[str, Tensor]:
-    """The HF tensors of one parameter."""
-    out: dict[str, Tensor] = {}
-    for rank, param in enumerate(column, start=layout.sender(stage)):
+def _leaving(
+    coords: Sequence[Coord], column: Column, get_local: Callable[[Coord, str], Tensor],
+) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces of one parameter that leave, with their values."""
+    for coord, param in zip(coords, column, strict=True):
         leaving = [piece for piece in param.pieces if piece.leaves]
         if not leaving:
             continue
-        coord = layout.coord(rank)
         shard = get_local(coord, param.name)
         if tuple(shard.shape) != param.shape:
             raise ValueError(f"{param.name} on tp {coord.tp}, pp {coord.pp}, dp {coord.dp} is {tuple(shard.shape)}, "
                              f"expected {param.shape}")
-        if not out:
-            out = {name: torch.empty(shape, dtype=shard.dtype) for name, shape in hf_shapes(column).items()}
         for piece in leaving:
-            piece.of_hf(out[piece.hf]).copy_(piece.of_local(shard))
-    return out
+            yield piece, piece.of_local(shard)
 
 
 def save_hf(

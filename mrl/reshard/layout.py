@@ -7,6 +7,10 @@ The ranks of one stage form two grids. Most weights are cut over tp and repeated
 each is cut over etp, and all are repeated over what is left, Megatron's expert data parallelism:
 
     rank within the stage = tp index + tp * dp index = etp index + etp * (ep index + ep * expert dp index)
+
+With virtual pipeline stages (vpp > 1) a rank holds vpp chunks of the model. Layers pass through all stages with their
+chunk 0 first, then through all with chunk 1, and so on: the embedding is in chunk 0 of the first stage, the final norm
+and the output layer are in the last chunk of the last stage.
 """
 from __future__ import annotations
 
@@ -41,6 +45,8 @@ class Layout:
 
     `ep`, `etp`: parts into which the experts of a layer, and the weights of each, are divided. Unlike in Megatron,
     where it follows tp, etp is 1 unless given. ValueError where a stage's tp * dp ranks are no multiple of ep * etp.
+    `vpp`: chunks of the model on every stage. `first_stage_layers`, `last_stage_layers`: layers of these stages; None:
+    as many as each of the stages that share the rest.
     `vocab_multiple`: Megatron's `make_vocab_size_divisible_by`; the embedding is padded to a multiple of it times tp.
     """
 
@@ -50,15 +56,24 @@ class Layout:
     ep: int = 1
     etp: int = 1
     vocab_multiple: int = 128
+    vpp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep", "etp", "vocab_multiple"):
+        for name in ("tp", "pp", "dp", "ep", "etp", "vocab_multiple", "vpp", "first_stage_layers", "last_stage_layers"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"layout: {name} is {value}, but must be at least 1")
         if self.tp * self.dp % (self.ep * self.etp):
             raise ValueError(f"layout: tp {self.tp} * dp {self.dp} = {self.tp * self.dp} ranks a stage are not a "
                              f"multiple of ep {self.ep} * etp {self.etp}")
+
+    def __str__(self) -> str:
+        """Its sizes in words; of most only those that were chosen."""
+        usual = Layout(self.tp, self.pp, self.dp)
+        chosen = [name for name in self.__slots__ if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(f"{name} {getattr(self, name)}" for name in ("tp", "pp", "dp", *chosen))
 
     @property
     def world(self) -> int:
@@ -110,22 +125,56 @@ class Layout:
         """True on the stage that holds the final norm and the output layer."""
         return coord.pp == self.pp - 1
 
+    def layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
+        """Global indices of the layers in one chunk of a pipeline stage, of a model of `num_layers`.
+
+        Megatron numbers a chunk's layers from 0: the one at local index i is `layers(...)[i]`. ValueError listing every
+        reason why the model's layers do not divide over the chunks.
+        """
+        if problems := self.pipeline_problems(num_layers):
+            raise ValueError("; ".join(problems))
+        sizes = [size // self.vpp for size in self._stage_sizes(num_layers)]
+        start = chunk * sum(sizes) + sum(sizes[:stage])
+        return range(start, start + sizes[stage])
+
+    def pipeline_problems(self, num_layers: int) -> list[str]:
+        """Why `num_layers` do not divide over stages and chunks, one sentence each; empty when they do."""
+        given = self._given_stages()
+        words = "".join(f" {name} {size}" for name, size in given.items())
+        if self.pp == 1:
+            several = ([f"vpp {self.vpp}"] if self.vpp > 1 else []) + [f"{name} {size}" for name, size in given.items()]
+            return [f"{what} needs pp of at least 2" for what in several]
+        if self.pp == len(given):
+            return [f"with pp 2, first_stage_layers and last_stage_layers say the same: give one of them, not{words}"]
+        rest, stages = num_layers - sum(given.values()), self.pp - len(given)
+        if given and (rest < stages or rest % stages):
+            return [f"{rest} layers, what{words} leave of num_hidden_layers {num_layers}, do not divide over the other "
+                    f"{stages} of pp {self.pp} stages"]
+        if rest % stages:
+            return [f"pp {self.pp} does not divide num_hidden_layers {num_layers}"]
+        uneven = sorted({size for size in self._stage_sizes(num_layers) if size % self.vpp})
+        return [f"vpp {self.vpp} does not divide the {size} layers of a stage" for size in uneven]
+
+    def _given_stages(self) -> dict[str, int]:
+        """The stages whose number of layers was chosen."""
+        sizes = {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _stage_sizes(self, num_layers: int) -> list[int]:
+        """Layers of every stage; they are assumed to divide."""
+        given = self._given_stages()
+        share = (num_layers - sum(given.values())) // (self.pp - len(given))
+        sizes = [share] * self.pp
+        if self.first_stage_layers is not None:
+            sizes[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            sizes[-1] = self.last_stage_layers
+        return sizes
+
     def padded_vocab(self, vocab: int) -> int:
         """Rows of Megatron's embedding over all tp ranks: `vocab` rounded up to a multiple of vocab_multiple * tp."""
         unit = self.vocab_multiple * self.tp
         return -(-vocab // unit) * unit
-
-
-def layer_range(num_layers: int, pp: int, pp_rank: int) -> range:
-    """Global indices of the layers on stage `pp_rank` of `pp`: Megatron's even, contiguous split.
-
-    Megatron numbers a stage's layers from 0: the layer at local index i is `layer_range(...)[i]`.
-    ValueError when the layers do not divide evenly.
-    """
-    if num_layers % pp:
-        raise ValueError(f"{num_layers} layers do not divide over pp {pp} stages")
-    per_stage = num_layers // pp
-    return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
 
 
 def expert_range(num_experts: int, ep: int, ep_rank: int) -> range:

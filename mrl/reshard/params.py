@@ -1,11 +1,11 @@
 """The parameters one rank holds: the family table applied to a model, a layout and a position."""
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Iterable, Iterator
 
-from mrl.reshard.layout import Coord, Layout, expert_range, layer_range
+from mrl.reshard.layout import Coord, Layout, expert_range
 from mrl.reshard.pieces import HfTensor, Piece, Shape
 from mrl.reshard.rules import Rule
 from mrl.reshard.spec import ModelSpec, layout_problems
@@ -13,7 +13,10 @@ from mrl.reshard.spec import ModelSpec, layout_problems
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """One Megatron parameter of one rank: its name in `GPTModel.named_parameters()`, local shape, and its pieces."""
+    """One Megatron parameter of one rank: its name, local shape, and its pieces.
+
+    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1).
+    """
 
     name: str
     shape: Shape
@@ -31,20 +34,19 @@ class ParamPlan:
 
 
 Column = tuple[ParamPlan, ...]
-"""One parameter over the ranks of its stage that hold one copy of it: `column[m]` is what the stage's m-th rank holds.
-
-Of an expert's parameter these are different experts, as many as ep, under the same Megatron name.
-"""
+"""One parameter over the ranks of a gather group: `column[m]` is what the group's m-th rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A rule where it applies: one parameter of one rank. Layer and expert are numbered on the rank and over the model.
+    """A rule where it applies: one parameter of one chunk of a rank.
 
+    Layers are numbered in the chunk and over the model, experts on the rank and over the model.
     `copy`: the tied output weight, whose original leaves.
     """
 
     rule: Rule
+    prefix: str
     local_layer: int = 0
     layer: int = 0
     local_expert: int = 0
@@ -53,7 +55,7 @@ class _Entry:
 
     def name(self, te: bool) -> str:
         """Megatron's name."""
-        return self.rule.megatron(self.local_layer, self.local_expert, te)
+        return self.prefix + self.rule.megatron(self.local_layer, self.local_expert, te)
 
     def tensors(self, spec: ModelSpec) -> tuple[HfTensor, ...]:
         """The HF tensors it is made of."""
@@ -69,22 +71,75 @@ def local_params(spec: ModelSpec, layout: Layout, coord: Coord, te: bool) -> lis
     return list(_plans(_entries(spec, layout, coord), spec, layout, coord, te))
 
 
-def exported_params(spec: ModelSpec, layout: Layout, stage: int, te: bool) -> Iterator[Column]:
-    """The parameters of a stage that leave it, all but tied copies: in table order, experts' after all others."""
+def chunk_prefix(layout: Layout, chunk: int) -> str:
+    """What stands before Megatron's names of the parameters of one chunk."""
+    return f"chunk{chunk}." if layout.vpp > 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherGroup:
+    """Ranks of one pipeline stage that hold some parameters between them, and once more on each replica.
+
+    `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold the
+    experts of this index; replicas are the expert dp ones. Experts never span indices.
+    `entries`: the parameters that leave from here, all but tied copies, in table order.
+    """
+
+    spec: ModelSpec = field(repr=False, compare=False)
+    layout: Layout
+    stage: int
+    ep: int | None
+    entries: tuple[_Entry, ...] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one replica."""
+        return self.layout.tp if self.ep is None else self.layout.etp
+
+    @property
+    def stride(self) -> int:
+        """Ranks from one replica to the next."""
+        return self.size if self.ep is None else self.size * self.layout.ep
+
+    @property
+    def replicas(self) -> int:
+        """How often the parameters are there."""
+        return self.layout.tp * self.layout.dp // self.stride
+
+    @property
+    def first(self) -> int:
+        """Global rank of the first rank of replica 0."""
+        return self.layout.sender(self.stage) + (self.ep or 0) * self.size
+
+    def ranks(self, replica: int) -> tuple[int, ...]:
+        """Global ranks of one replica."""
+        first = self.first + replica * self.stride
+        return tuple(range(first, first + self.size))
+
+    def tensors(self, entry: int) -> tuple[HfTensor, ...]:
+        """The HF tensors that parameter number `entry` is made of."""
+        return self.entries[entry].tensors(self.spec)
+
+    def column(self, entry: int, te: bool) -> Column:
+        """What the ranks of replica 0 hold of parameter number `entry`. Other replicas hold the same."""
+        coords = [self.layout.coord(rank) for rank in self.ranks(0)]
+        return tuple(plan for coord in coords
+                     for plan in _plans([self.entries[entry]], self.spec, self.layout, coord, te))
+
+
+def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
+    """Every group that has something to give, stage by stage, experts' after the other one.
+
+    ValueError listing every reason why the model cannot be cut this way.
+    """
     _check(spec, layout)
-    for expert in (False, True):
-        shards = []
-        for coord in layout.holders(stage, expert):
-            entries = (entry for entry in _entries(spec, layout, coord) if entry.rule.expert == expert)
-            shards.append(_plans(entries, spec, layout, coord, te))
-        for column in zip(*shards, strict=True):
-            if any(piece.leaves for param in column for piece in param.pieces):
-                yield column
-
-
-def hf_shapes(column: Column) -> dict[str, Shape]:
-    """Name and global shape of the HF tensors one parameter becomes, in table order."""
-    return {piece.hf: piece.hf_shape for param in column for piece in param.pieces}
+    for stage in range(layout.pp):
+        for ep in (None, *range(layout.ep if spec.moe else 0)):
+            group = GatherGroup(spec, layout, stage, ep, ())
+            held = _entries(spec, layout, layout.coord(group.first))
+            entries = tuple(entry for entry in held if entry.rule.expert == (ep is not None) and not entry.copy)
+            if entries:
+                yield replace(group, entries=entries)
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -116,18 +171,25 @@ def _plans(
 
 def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
     """What the rank holds, in table order."""
-    family, first, last = spec.family, layout.is_first(coord), layout.is_last(coord)
+    for chunk in range(layout.vpp):
+        yield from _chunk_entries(spec, layout, coord, chunk)
+
+
+def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) -> Iterator[_Entry]:
+    """What one chunk of the rank holds, in table order."""
+    family, prefix = spec.family, chunk_prefix(layout, chunk)
+    first, last = layout.is_first(coord) and chunk == 0, layout.is_last(coord) and chunk == layout.vpp - 1
     experts = expert_range(spec.moe.num_experts, layout.ep, layout.expert_coord(coord).ep) if spec.moe else range(0)
 
     if first:
-        yield _Entry(family.embedding)
-    for local_layer, layer in enumerate(layer_range(spec.num_layers, layout.pp, coord.pp)):
+        yield _Entry(family.embedding, prefix)
+    for local_layer, layer in enumerate(layout.layers(spec.num_layers, coord.pp, chunk)):
         for rule in family.layer:
             for local_expert, expert in enumerate(experts if rule.expert else range(1)):
-                yield _Entry(rule, local_layer, layer, local_expert, expert)
+                yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)
     if last:
-        yield _Entry(family.final_norm)
+        yield _Entry(family.final_norm, prefix)
         if not spec.tied:
-            yield _Entry(family.output)
+            yield _Entry(family.output, prefix)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
-            yield _Entry(replace(family.output, hf=family.embedding.hf), copy=True)
+            yield _Entry(replace(family.output, hf=family.embedding.hf), prefix, copy=True)

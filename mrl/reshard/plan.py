@@ -1,149 +1,239 @@
-"""The plan of a weight sync: which parameters are gathered together, and where every HF tensor lies in its bucket.
+"""The plan of a weight sync: who gathers what among whom, and who sends which bytes to whom.
 
-Pure: it depends on its arguments alone, needs no torch to be made, and is the same on every rank. `views.py` turns
-its buckets into copies between tensors.
+Pure: it depends on its arguments alone, needs no torch, and is the same on every rank. `plan_sync` computes order, size
+and ways of all buckets at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine pays
+for its own share only. `views.py` turns buckets into copies between tensors.
+
+There is one order of all buckets, and every rank and worker goes through its own ones in that order: then no two of them
+can wait for each other in a circle.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
-from typing import Any, Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
+from mrl.reshard.bounds import lower_bound_s, predicted_s
+from mrl.reshard.buckets import DTYPE_BYTES, Bucket, Contribution, Outline, Part, Slice, SliceOutline
+from mrl.reshard.contents import Contents
+from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
-from mrl.reshard.params import Column, ParamPlan, exported_params, hf_shapes
-from mrl.reshard.pieces import Shape
+from mrl.reshard.loads import Load, size
+from mrl.reshard.network import Network
+from mrl.reshard.params import gather_groups
+from mrl.reshard.parts import parts_of, shards_of
+from mrl.reshard.schedule import Schedule
 from mrl.reshard.spec import ModelSpec
+from mrl.reshard.strategy import STRATEGIES, Task
+from mrl.reshard.wire import to_wire
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+Strategy = Literal["broadcast", "multi_sender", "sharded"]
 
-
-@dataclass(frozen=True, slots=True)
-class BucketItem:
-    """One HF tensor inside a flat bucket: elements offset … offset + numel, row-major."""
-
-    name: str
-    shape: Shape
-    dtype: str
-    offset: int
-    numel: int
+_CLEARLY = 0.95  # of the predicted time of a simpler strategy is what a less simple one may take to be chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """One flat message: whole HF tensors of one dtype, all from pipeline stage `stage`.
+class SyncOptions:
+    """How a sync is to be planned.
 
-    `shards[m]` are the parameters that the stage's m-th rank contributes, with its pieces: the same names, in the same
-    order and of the same local shapes for every m. Experts are gathered from the stage's first ep * etp ranks, all else
-    from its first tp ranks: the two share a bucket only where that is the same. One read back from the wire has none.
+    `bucket_bytes`: the most that a flat bucket, all its slices together, may have.
+    `dtype`: name of the dtype the weights leave in. `te`: see `local_params`.
+    `not_sharded`: HF tensors that must not go from shard to shard, because the engine holds them otherwise.
+    `smallest_bytes`: slices of fewer bytes are not made just to use more senders.
+    ValueError for an unknown dtype or strategy, and for a bucket that has no room for an element.
     """
 
-    index: int
-    stage: int
+    bucket_bytes: int
     dtype: str
-    numel: int
-    items: tuple[BucketItem, ...]
-    shards: tuple[tuple[ParamPlan, ...], ...] = ()
+    te: bool
+    strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = "auto"
+    not_sharded: frozenset[str] = field(default=frozenset())
+    smallest_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
+        if self.strategy not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy {self.strategy!r} is not known; known are auto, {', '.join(STRATEGIES)}")
+        if self.bucket_bytes < self.itemsize:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but must be at least {self.itemsize}, one element")
 
     @property
-    def params(self) -> tuple[str, ...]:
-        """Megatron names gathered for this bucket, in order (names of stage `stage`)."""
-        return tuple(param.name for param in self.shards[0])
-
-    @property
-    def local_numel(self) -> int:
-        """Elements one rank contributes to the gather, padding included."""
-        return sum(param.numel for param in self.shards[0])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat message."""
-        return self.numel * DTYPE_BYTES[self.dtype]
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+class Outlines(Sequence[Outline]):
+    """Every bucket of a plan in brief, computed when it is asked for."""
+
+    def __init__(self, schedule: Schedule, itemsize: int):
+        self._schedule, self._itemsize = schedule, itemsize
+
+    def __len__(self) -> int:
+        return self._schedule.length
+
+    def __getitem__(self, index: int) -> Outline:
+        schedule = self._schedule
+        step, lane = schedule.at(index)
+        slices = []
+        for load, replica, (_, rank) in zip(step.loads, schedule.replicas(step, lane), step.senders):
+            ranks = schedule.groups[load.group].ranks(replica)
+            ranks = ranks if step.worker is None else ranks[rank:rank + 1]
+            sender = ranks[0] if step.worker is not None else ranks[rank]
+            slices.append(SliceOutline(load.numel * self._itemsize, ranks, sender))
+        return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, tuple(slices))
+
+
+@dataclass(frozen=True)
 class SyncPlan:
-    """All buckets of one sync, in the order they are sent."""
+    """All buckets of one sync, in order. Made by `plan_sync`, of whose arguments it keeps all but the model.
 
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes one engine worker receives in one sync."""
-        return sum(bucket.nbytes for bucket in self.buckets)
-
-    @property
-    def max_bucket_numel(self) -> int:
-        """Elements of the largest flat message."""
-        return max(bucket.numel for bucket in self.buckets)
-
-    @property
-    def max_local_numel(self) -> int:
-        """Elements of the largest contribution of one rank to a gather."""
-        return max(bucket.local_numel for bucket in self.buckets)
-
-    def to_wire(self) -> dict[str, Any]:
-        """What a receiver needs, as plain JSON types: the buckets with name, shape, dtype and place of every item."""
-        return {"buckets": [
-            {
-                "index": bucket.index, "stage": bucket.stage, "dtype": bucket.dtype, "numel": bucket.numel,
-                "items": [
-                    {"name": item.name, "shape": list(item.shape), "dtype": item.dtype,
-                     "offset": item.offset, "numel": item.numel}
-                    for item in bucket.items
-                ],
-            }
-            for bucket in self.buckets
-        ]}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> SyncPlan:
-        """The receiver's view of a plan: `to_wire()` read back; its buckets have no shards."""
-        return cls(tuple(
-            Bucket(**{**bucket, "items": tuple(
-                BucketItem(**{**item, "shape": tuple(item["shape"])}) for item in bucket["items"]
-            )})
-            for bucket in wire["buckets"]
-        ))
-
-
-def plan_sync(spec: ModelSpec, layout: Layout, bucket_bytes: int, dtype: str, te: bool) -> SyncPlan:
-    """Packs every stage's parameters, in order, experts' last, into buckets of at most `bucket_bytes`.
-
-    The HF tensors of one Megatron parameter stay together; a parameter larger than a bucket gets one of its own. Tied
-    copies and vocabulary padding are not in it. `dtype`: name of the dtype the weights leave in. `te`: see
-    `local_params`. ValueError for an unknown dtype, a bucket size below 1 and an impossible layout.
+    strategy: the one planned. predictions: seconds of every strategy that was considered, by name.
     """
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"dtype {dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, but must be at least 1")
-    limit = bucket_bytes // DTYPE_BYTES[dtype]
-    buckets: list[Bucket] = []
-    for stage in range(layout.pp):
-        for columns in _groups(exported_params(spec, layout, stage, te), limit):
-            buckets.append(_bucket(len(buckets), stage, dtype, columns))
-    return SyncPlan(tuple(buckets))
+
+    strategy: Strategy
+    predictions: Mapping[str, float]
+    options: SyncOptions
+    layout: Layout
+    engine_layout: EngineLayout
+    network: Network
+    schedule: Schedule = field(repr=False)
+    total_bytes: int
+    """Of the model: all HF tensors once."""
+
+    @property
+    def outline(self) -> Sequence[Outline]:
+        """Every bucket in brief; item i is that of bucket i."""
+        return Outlines(self.schedule, self.options.itemsize)
+
+    def bucket(self, index: int) -> Bucket:
+        """One bucket with its contents. IndexError for one that is not there."""
+        return self._bucket(index, lambda outline: True, shards=True)
+
+    def of_rank(self, rank: int) -> Iterator[Bucket]:
+        """The buckets in which a trainer rank takes part, in order.
+
+        Slices that it takes no part in have neither parts nor shards there.
+        """
+        for index in self.schedule.of_rank(rank):
+            yield self._bucket(index, lambda outline: rank in outline.ranks, shards=True)
+
+    def of_engine(self, engine: int, worker: int | None = None) -> Iterator[Bucket]:
+        """The buckets that reach an engine (one of its workers), in order; without shards."""
+        for index in self.schedule.of_lane(engine % self.schedule.lanes):
+            step, _ = self.schedule.at(index)
+            if worker is None or step.worker in (None, worker):
+                yield self._bucket(index, lambda outline: True, shards=False)
+
+    def _bucket(self, index: int, wanted: Callable[[SliceOutline], bool], shards: bool) -> Bucket:
+        """A bucket with the contents of the slices that are `wanted`, and perhaps what every rank gives to them."""
+        step, _ = self.schedule.at(index)
+        outline = self.outline[index]
+        slices = []
+        for load, brief, (_, rank) in zip(step.loads, outline.slices, step.senders):
+            parts, given = (), ()
+            if load.numel and wanted(brief):
+                parts = self._parts(load)
+                given = self._shards(load, None if step.worker is None else rank) if shards else ()
+            slices.append(Slice(load.numel, parts, brief.ranks, brief.sender, given))
+        return Bucket(index, self.options.dtype, outline.mode, outline.engines, outline.worker, tuple(slices))
+
+    def _parts(self, load: Load) -> tuple[Part, ...]:
+        return parts_of(load, self.schedule.groups[load.group])
+
+    def _shards(self, load: Load, rank: int | None) -> tuple[tuple[Contribution, ...], ...]:
+        return shards_of(load, self.schedule.groups[load.group], self.options.te, rank)
+
+    @cached_property
+    def gather_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of several ranks that gather something, each once: `Slice.ranks`, in the order all ranks share."""
+        schedule = self.schedule
+        found = set()
+        for track in schedule.tracks:
+            for step in track.steps:
+                if step.worker is None:
+                    for lane in range(schedule.lanes):
+                        found.update((load.group, replica)
+                                     for load, replica in zip(step.loads, schedule.replicas(step, lane))
+                                     if load.numel and schedule.groups[load.group].size > 1)
+        return tuple(schedule.groups[group].ranks(replica) for group, replica in sorted(found))
+
+    def senders(self, engine: int) -> tuple[int, ...]:
+        """The trainer ranks that send to an engine, ascending."""
+        return self.schedule.senders(engine % self.schedule.lanes)
+
+    @cached_property
+    def max_slice_numel(self) -> int:
+        """Elements of the largest slice."""
+        return max(load.numel for track in self.schedule.tracks for step in track.steps for load in step.loads)
+
+    @cached_property
+    def max_bucket_numel(self) -> int:
+        """Elements of the largest flat bucket."""
+        return max(len(step.loads) * max(load.numel for load in step.loads)
+                   for track in self.schedule.tracks for step in track.steps)
+
+    @property
+    def bytes_by_sender(self) -> Mapping[int, int]:
+        """Bytes that each sending rank puts on the network, to all engines; a broadcast counts once an engine."""
+        sent = self.schedule.totals.sent
+        return {rank: int(sent[rank]) * self.options.itemsize for rank in sent.nonzero()[0].tolist()}
+
+    @property
+    def bytes_by_worker(self) -> tuple[int, ...]:
+        """Bytes that each worker of any engine takes from the network. All engines' are equal."""
+        return tuple(int(count) * self.options.itemsize for count in self.schedule.totals.received)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds that no execution of this plan can beat on `network` (`bounds.py`)."""
+        return lower_bound_s(self.schedule, self.options.itemsize, self.network)
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that this plan should take on `network` (`bounds.py`)."""
+        return self.predictions[self.strategy]
+
+    def to_wire(self, engine: int) -> dict[str, Any]:
+        """What the receivers of one engine need, as plain JSON types; its form is described in `mrl_receiver/wire.py`."""
+        return to_wire(self.of_engine(engine), self.senders(engine), self.engine_layout.world, self.engine_layout.node)
 
 
-def _groups(columns: Iterator[Column], limit: int) -> Iterator[list[Column]]:
-    """Consecutive parameters of the same ranks, of at most `limit` elements together (or one that alone has more)."""
-    group: list[Column] = []
-    filled = 0
-    for column in columns:
-        numel = sum(prod(shape) for shape in hf_shapes(column).values())
-        if group and (filled + numel > limit or len(column) != len(group[0])):
-            yield group
-            group, filled = [], 0
-        group.append(column)
-        filled += numel
-    if group:
-        yield group
+def plan_sync(
+    spec: ModelSpec, layout: Layout, engine_layout: EngineLayout, options: SyncOptions, network: Network = Network(),
+) -> SyncPlan:
+    """Plans a sync of the model from trainers laid out as `layout` to engines laid out as `engine_layout`.
+
+    broadcast     replica 0 alone sends, one rank a gather group, to all workers of all engines
+    multi_sender  slices dealt over all ranks, replicas and stages; workers of a node pass them on to each other
+    sharded       MLPs, experts and attention projections go from shard to shard; the rest as in multi_sender
+    auto          the one of least predicted time
+
+    A dense parameter is gathered among the tp ranks of one replica, an expert's among the etp ranks that hold it. HF
+    elements that several ranks hold leave from one of them. ValueError for an unknown dtype or strategy, a bucket size
+    below one element, and a layout that does not fit the model.
+    """
+    groups = tuple(gather_groups(spec, layout))
+    contents = Contents(groups, engine_layout, options.not_sharded)
+    task = Task(groups, contents, engine_layout, options.bucket_bytes // options.itemsize,
+                -(-options.smallest_bytes // options.itemsize))
+    schedules = {name: Schedule(name, groups, strategy(task), engine_layout)
+                 for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
+    predictions = {name: predicted_s(schedule, options.itemsize, network) for name, schedule in schedules.items()}
+    chosen = _choose(predictions)
+    numel = sum(size(contents.everything(number, sharded=False)) for number in range(len(groups)))
+    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen],
+                    numel * options.itemsize)
 
 
-def _bucket(index: int, stage: int, dtype: str, columns: list[Column]) -> Bucket:
-    items, offset = [], 0
-    for column in columns:
-        for name, shape in hf_shapes(column).items():
-            items.append(BucketItem(name, shape, dtype, offset, prod(shape)))
-            offset += prod(shape)
-    return Bucket(index, stage, dtype, offset, tuple(items), tuple(zip(*columns)))
+def _choose(predictions: Mapping[str, float]) -> str:
+    """The least predicted time; of about equal ones the simplest strategy, which comes first."""
+    best, *others = predictions
+    for name in others:
+        if predictions[name] < _CLEARLY * predictions[best]:
+            best = name
+    return best

@@ -133,10 +133,8 @@ def model_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 def layout_problems(spec: ModelSpec, layout: Layout) -> list[str]:
     """Why this model cannot be cut this way, one sentence each; empty when it can."""
-    tp, pp = layout.tp, layout.pp
-    problems = []
-    if spec.num_layers % pp:
-        problems.append(f"pp {pp} does not divide num_hidden_layers {spec.num_layers}")
+    tp = layout.tp
+    problems = layout.pipeline_problems(spec.num_layers)
     if spec.heads % tp:
         problems.append(f"tp {tp} does not divide num_attention_heads {spec.heads}")
     if spec.kv_heads % tp and tp % spec.kv_heads:

@@ -1,18 +1,22 @@
-"""A bucket as copies between tensors: pairs of views made once, then handed to `torch._foreach_copy_` every sync.
+"""A slice as copies between tensors: pairs of views made once, then handed to `torch._foreach_copy_` every sync.
 
 The stream code packs, gathers, assembles and sends without knowing any layout:
 
-    every rank      srcs, dsts = pack_views(bucket, params, flat)             shards          -> one flat buffer
-    gather          flat buffers of the bucket's ranks                        -> the stage's sender
-    the sender      srcs, dsts = assemble_views(bucket, gathered, hf_flat)    gathered shards -> flat HF bucket
+    every rank      srcs, dsts = pack_views(slice.shards[m], params, packed)     parameters       -> one flat buffer
+    gather          packed buffers of `slice.ranks`                              -> `slice.sender`
+    the sender      srcs, dsts = assemble_views(slice, gathered, flat)           gathered buffers -> the slice
+    or, where `slice.ranks` is one rank alone, without a gather
+                    srcs, dsts = direct_views(slice, params, flat)               parameters       -> the slice
 
 The views keep pointing at the same memory, so they stay valid as long as parameters and buffers are updated in place.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Mapping, Sequence
+from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 
-from mrl.reshard.plan import Bucket
+from mrl.reshard.boxes import within
+from mrl.reshard.buckets import Contribution, Slice
+from mrl.reshard.pieces import Piece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,39 +25,68 @@ Views = tuple[list["Tensor"], list["Tensor"]]
 """(sources, destinations), pairwise of equal shapes."""
 
 
-def pack_views(bucket: Bucket, params: Mapping[str, Tensor], flat: Tensor) -> Views:
-    """From this rank's parameters, one behind the other, into `flat` (1-D, at least `bucket.local_numel` elements).
+def pack_views(shard: Sequence[Contribution], params: Mapping[str, Tensor], packed: Tensor) -> Views:
+    """From this rank's parameters into the first elements of `packed` (1-D).
 
     `params` maps Megatron names to local shards. ValueError for a shard whose shape is not the planned one, or that is
-    of another dtype than `flat` (a router kept in float32, say): what leaves is what trains, bit for bit.
+    of another dtype than `packed` (a router kept in float32, say): what leaves is what trains, bit for bit.
     """
-    srcs, dsts, offset = [], [], 0
-    for param in bucket.shards[0]:
-        shard = params[param.name]
-        if tuple(shard.shape) != param.shape:
-            raise ValueError(f"{param.name} has shape {tuple(shard.shape)}, the plan says {param.shape}")
-        if shard.dtype != flat.dtype:
-            raise ValueError(f"{param.name} is {shard.dtype}, its bucket {flat.dtype}")
-        srcs.append(shard)
-        dsts.append(flat[offset:offset + param.numel].view(param.shape))
-        offset += param.numel
+    pairs = list(_pieces(shard, params, packed))
+    return [source for _, source in pairs], _packed([piece for piece, _ in pairs], packed)
+
+
+def assemble_views(one: Slice, gathered: Sequence[Tensor], flat: Tensor) -> Views:
+    """From the packed buffers (`gathered[m]` as filled by rank `one.ranks[m]`) into the slice.
+
+    The destinations cover elements 0 … `one.numel` of `flat` exactly once.
+    """
+    srcs, dsts, targets = [], [], _Targets(one, flat)
+    for packed, shard in zip(gathered, one.shards, strict=True):
+        pieces = [piece for given in shard for piece in given.pieces]
+        srcs += _packed(pieces, packed)
+        dsts += [targets.of(piece) for piece in pieces]
     return srcs, dsts
 
 
-def assemble_views(bucket: Bucket, gathered: Sequence[Tensor], hf_flat: Tensor) -> Views:
-    """From the packed buffers (`gathered[m]` as filled by the rank of `bucket.shards[m]`) into the flat HF bucket.
+def direct_views(one: Slice, params: Mapping[str, Tensor], flat: Tensor) -> Views:
+    """From the parameters of a slice's only rank into the slice. Arguments and errors as above."""
+    (shard,), targets = one.shards, _Targets(one, flat)
+    pairs = list(_pieces(shard, params, flat))
+    return [source for _, source in pairs], [targets.of(piece) for piece, _ in pairs]
 
-    The destinations cover elements 0 … `bucket.numel` exactly once.
-    """
-    targets = {item.name: hf_flat[item.offset:item.offset + item.numel].view(item.shape) for item in bucket.items}
-    srcs, dsts = [], []
-    for flat, params in zip(gathered, bucket.shards, strict=True):
-        offset = 0
-        for param in params:
-            shard = flat[offset:offset + param.numel].view(param.shape)
-            offset += param.numel
-            for piece in param.pieces:
-                if piece.leaves:
-                    srcs.append(piece.of_local(shard))
-                    dsts.append(piece.of_hf(targets[piece.hf]))
-    return srcs, dsts
+
+def _pieces(shard: Sequence[Contribution], params: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece that a rank gives, with its view of the parameter."""
+    for given in shard:
+        param = params[given.param]
+        if tuple(param.shape) != given.param_shape:
+            raise ValueError(f"{given.param} has shape {tuple(param.shape)}, the plan says {given.param_shape}")
+        if param.dtype != flat.dtype:
+            raise ValueError(f"{given.param} is {param.dtype}, its bucket {flat.dtype}")
+        for piece in given.pieces:
+            yield piece, piece.of_local(param)
+
+
+def _packed(pieces: Sequence[Piece], packed: Tensor) -> list[Tensor]:
+    """The places of pieces that lie one behind the other."""
+    places, offset = [], 0
+    for piece in pieces:
+        places.append(packed[offset:offset + piece.numel].view(piece.shape))
+        offset += piece.numel
+    return places
+
+
+class _Targets:
+    """The places of pieces among the parts of a slice."""
+
+    def __init__(self, one: Slice, flat: Tensor):
+        self.parts: dict[str, list[tuple[tuple, Tensor]]] = {}
+        for part in one.parts:
+            box = flat[part.offset:part.offset + part.numel].view(part.box_shape)
+            self.parts.setdefault(part.name, []).append((part.box, box))
+
+    def of(self, piece: Piece) -> Tensor:
+        """The view of the slice that a piece fills."""
+        box, tensor = next(part for part in self.parts[piece.hf] if within(piece.hf_index, part[0]))
+        inside = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(piece.hf_index, box))
+        return piece.shaped(tensor[inside])

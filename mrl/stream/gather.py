@@ -1,91 +1,179 @@
-"""Filling flat Hugging Face buckets from the shards of one pipeline stage.
+"""Filling slices from the trainer ranks that hold them.
 
-Every tensor-parallel rank packs its shards of a bucket into one flat buffer; one gather brings the buffers to the
-stage's sender, which assembles them into the bucket. Each of these is one call per bucket, over views made once.
+Every rank of a slice packs its own pieces into one flat buffer and passes that to the slice's sender, which puts all of
+them, and its own straight from its parameters, into a slot of its ring. Each of these is one call per slice, over views
+made once.
 """
 from __future__ import annotations
 
-from typing import Mapping, Optional
+from dataclasses import dataclass, replace
+from typing import Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.links import finish_stream
-from mrl.reshard.plan import Bucket
-from mrl.reshard.views import Views, assemble_views, pack_views
+from mrl.receiver.mrl_receiver.wire import Part
+from mrl.reshard.buckets import Bucket, Contribution, Slice
+from mrl.reshard.plan import SyncPlan
+from mrl.reshard.views import Views, assemble_views, direct_views, pack_views
+from mrl.stream.links import Workers
 
 
-class StageBuckets:
-    """The buckets of one stage, in the memory of one of its tensor-parallel ranks.
+@dataclass(frozen=True)
+class Share:
+    """What one rank does for one slice.
 
-    params: this rank's shards by Megatron name, updated in place by training. group: the stage's tensor-parallel
-    ranks, None when there is only one. sender: whether this rank, the first of `group`, holds the finished buckets.
-    buffers: finished buckets that the sender holds at a time; bucket i lies in buffer i mod `buffers`.
-    ValueError for buckets that other ranks than the tensor-parallel ones hold: experts under their own parallel sizes.
+    engines: whom the slice is for, and `workers` which workers of each. messages: packed pieces that this rank sends
+    or, as the slice's sender, receives. flat: the finished slice in its slot of the ring, on the sender alone.
     """
 
-    def __init__(self, buckets: list[Bucket], params: Mapping[str, torch.Tensor], group: Optional[dist.ProcessGroup],
-                 sender: bool, buffers: int):
-        self.buckets, self.params, self.group, self.sender = buckets, params, group, sender
-        device = next(iter(params.values())).device
-        dtype = getattr(torch, buckets[0].dtype)
-        ranks = len(buckets[0].shards)
-        if foreign := {len(bucket.shards) for bucket in buckets} - {ranks}:
-            raise ValueError(f"buckets of stage {buckets[0].stage} are gathered from {ranks} ranks, experts' from "
-                             f"{foreign.pop()}: a stage's buckets must all come from its tensor-parallel ranks; "
-                             "use a layout where ep * etp is tp")
+    engines: tuple[int, ...]
+    workers: Workers
+    direct: bool
+    parts: tuple[Part, ...]
+    pack: Views
+    messages: tuple[dist.P2POp, ...]
+    assemble: Views
+    flat: Optional[torch.Tensor]
 
-        def flats(count: int, numel: int) -> list[torch.Tensor]:
-            return [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]
+    def values(self, part: Part) -> torch.Tensor:
+        """A part in the finished slice, in the shape of its box."""
+        return self.flat[part.offset:part.offset + part.numel].view(part.box_shape)
 
-        local = max(bucket.local_numel for bucket in buckets)
-        self.packed = flats(1, local)[0] if group is not None else None
-        self.gathered = flats(ranks, local) if group is not None and sender else []
-        self.ring = flats(buffers, max(bucket.numel for bucket in buckets)) if sender else []
+
+class Gatherer:
+    """One rank's shares of all slices that go to `engines`, in plan order, and the memory that they pass through.
+
+    params: this rank's shards by Megatron name, updated in place by training. buffers: finished slices that a sender
+    holds at a time; the i-th that it sends lies in slot i mod `buffers`. Beside that ring a rank has room for its own
+    pieces of one slice, if it passes any on, and for the other ranks' pieces of one slice, if it gathers any.
+    """
+
+    def __init__(self, plan: SyncPlan, rank: int, params: Mapping[str, torch.Tensor], engines: frozenset[int],
+                 buffers: int):
+        self.rank, self.params, self.engines = rank, params, engines
+        self.device = next(iter(params.values())).device
         self.pointers = _pointers(params)
-        self.pack_views: list[Views] = []
-        self.assemble_views: list[Views] = []
-        for position, bucket in enumerate(buckets):
-            if group is not None:
-                self.pack_views.append(pack_views(bucket, params, self.packed))
-            if sender:
-                flat = self.ring[position % buffers]
-                self.assemble_views.append(assemble_views(bucket, self.gathered, flat) if group is not None
-                                           else _direct_views(bucket, params, flat))
+        mine = [_Place(bucket, position, rank) for bucket in plan.of_rank(rank) if engines & set(bucket.engines)
+                for position, one in enumerate(bucket.slices) if rank in one.ranks and one.numel]
+        self.packed = self._room(max((place.packed_bytes for place in mine), default=0))
+        self.gathered = self._room(max((place.gathered_bytes for place in mine), default=0))
+        slot = max((place.slot_bytes for place in mine), default=0)
+        self.ring = [self._room(slot) for _ in range(buffers)] if slot else []
+        self.shares: list[Share] = []
+        self.sends: list[Share] = []
+        for place in mine:
+            self.shares.append(self._share(place, plan.engine_layout.world))
+            if place.sends:
+                self.sends.append(self.shares[-1])
 
-    def current(self, params: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the views still point at the memory of `params`."""
-        return self.pointers == _pointers(params)
+    @property
+    def nbytes(self) -> int:
+        """Memory beside the parameters."""
+        return sum(room.nbytes for room in (self.packed, self.gathered, *self.ring))
 
-    def flat(self, position: int) -> torch.Tensor:
-        """The finished bucket at `position`, on the sender."""
-        return self.ring[position % len(self.ring)][:self.buckets[position].numel]
+    def current(self, params: Mapping[str, torch.Tensor], engines: frozenset[int]) -> bool:
+        """Whether the views are for these engines and still point at the memory of `params`."""
+        return self.engines == engines and self.pointers == _pointers(params)
 
     @torch.no_grad()
-    def fill(self, position: int) -> None:
-        """Gather and assemble one bucket: collective over the group. The sender's buffer must be free."""
-        if self.group is not None:
-            sources, targets = self.pack_views[position]
-            torch._foreach_copy_(targets, sources)
-            numel = self.buckets[position].local_numel
-            parts = [flat[:numel] for flat in self.gathered] if self.sender else None
-            dist.gather(self.packed[:numel], parts, group=self.group, group_dst=0)
-        if self.sender:
-            sources, targets = self.assemble_views[position]
-            torch._foreach_copy_(targets, sources)
-            finish_stream(self.ring[0].device)  # another thread sends it
+    def fill(self, share: Share) -> None:
+        """Gather one slice, together with the other ranks that have a share in it. The sender's slot must be free."""
+        _copy(share.pack)
+        if share.messages:
+            for work in dist.batch_isend_irecv([*share.messages]):
+                work.wait()
+        _copy(share.assemble)
+        if share.flat is not None:
+            finish_stream(self.device)  # another thread sends it
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)  # a multiple of every dtype
+
+    def _share(self, place: _Place, workers: int) -> Share:
+        bucket, one = place.bucket, place.slice
+        own = one.shards[place.member]
+        messages, assemble, flat = [], ([], []), None
+        if place.sends:
+            flat = self.ring[len(self.sends) % len(self.ring)].view(place.dtype)[:one.numel]
+            pack = direct_views(replace(one, shards=(own,)), self.params, flat)
+            room = self.gathered.view(place.dtype)[:sum(place.others.values())]
+            gathered = room.split([*place.others.values()]) if place.others else ()
+            assemble = assemble_views(replace(one, shards=tuple(one.shards[other] for other in place.others)),
+                                      gathered, flat)
+            messages = [dist.P2POp(dist.irecv, packed, one.ranks[other])
+                        for other, packed in zip(place.others, gathered)]
+        else:
+            packed = self.packed.view(place.dtype)[:_numel(own)]
+            pack = pack_views(own, self.params, packed)
+            messages = [dist.P2POp(dist.isend, packed, one.sender)] if packed.numel() else []
+        parts = tuple(Part(part.name, part.shape, part.box, part.offset) for part in one.parts)
+        return Share(bucket.engines, _workers(bucket, place.position, workers), bucket.mode == "direct", parts, pack,
+                     tuple(messages), assemble, flat)
 
 
-def _direct_views(bucket: Bucket, params: Mapping[str, torch.Tensor], flat: torch.Tensor) -> Views:
-    """Straight from the shards of a stage's only rank into the flat bucket."""
-    places = {item.name: flat[item.offset:item.offset + item.numel].view(item.shape) for item in bucket.items}
-    sources, targets = [], []
-    for param in bucket.shards[0]:
-        for piece in param.pieces:
-            if piece.leaves:
-                sources.append(piece.of_local(params[param.name]))
-                targets.append(piece.of_hf(places[piece.hf]))
-    return sources, targets
+@dataclass(frozen=True)
+class _Place:
+    """A slice that a rank has a share in, and the bytes of memory that it needs for it."""
+
+    bucket: Bucket
+    position: int
+    rank: int
+
+    @property
+    def slice(self) -> Slice:
+        return self.bucket.slices[self.position]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.bucket.dtype)
+
+    @property
+    def sends(self) -> bool:
+        return self.rank == self.slice.sender
+
+    @property
+    def member(self) -> int:
+        """The rank's number within the slice's ranks."""
+        return self.slice.ranks.index(self.rank)
+
+    @property
+    def others(self) -> dict[int, int]:
+        """Elements that the slice's other members give, if any."""
+        numels = {member: _numel(shard) for member, shard in enumerate(self.slice.shards) if member != self.member}
+        return {member: numel for member, numel in numels.items() if numel}
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slice.numel * self.dtype.itemsize if self.sends else 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self.others.values()) * self.dtype.itemsize if self.sends else 0
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0 if self.sends else _numel(self.slice.shards[self.member]) * self.dtype.itemsize
+
+
+def _numel(shard: Sequence[Contribution]) -> int:
+    return sum(given.numel for given in shard)
+
+
+def _workers(bucket: Bucket, position: int, workers: int) -> Workers:
+    """Which of an engine's workers the slice at `position` of the bucket goes to."""
+    if bucket.mode == "broadcast":
+        return None
+    if bucket.mode == "direct":
+        return (bucket.worker,)
+    return tuple(range(position, workers, len(bucket.slices)))
+
+
+def _copy(views: Views) -> None:
+    sources, targets = views
+    if sources:
+        torch._foreach_copy_(targets, sources)
 
 
 def _pointers(params: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:

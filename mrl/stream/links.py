@@ -1,19 +1,20 @@
-"""A sender's end of the links: one communicator to each engine, built, dropped and rebuilt independently."""
+"""A sender's end of the links: its communicators to each engine, built, dropped and rebuilt engine by engine."""
 from __future__ import annotations
 
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Callable
+from typing import Iterable, Mapping, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
-from mrl.receiver.mrl_receiver.links import (SENDER_RANK, LinkError, Meeting, Pending, Transport, failed_key,
+from mrl.receiver.mrl_receiver.links import (SENDER_RANK, Label, LinkError, Meeting, Pending, Transport, failed_key,
                                              open_store)
 from mrl.receiver.mrl_receiver.transports import connect
-from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
+from mrl.receiver.mrl_receiver.wire import BROADCAST, PEERS, SyncRequest, ready_key
+from mrl.reshard.plan import SyncPlan
 
 logger = logging.getLogger(__name__)
 
@@ -21,31 +22,91 @@ READY_POLL_S = 0.005
 START_SHARE = 0.5
 """Share of a sync's time after which an engine that has not joined is left out, so that the others can finish."""
 
+Workers = Optional[tuple[int, ...]]
+"""Whom a message is for: some workers of an engine, point-to-point; None: all of them, by a broadcast."""
+
 
 @dataclass(frozen=True)
 class Target:
-    """One engine as a target of one push: the request it gets (less the plan), and the number of its workers."""
+    """One engine as a target of one push: the request it gets, and the number of its workers."""
 
     request: SyncRequest
     workers: int
 
 
+@dataclass(frozen=True)
+class Seat:
+    """A sender's place on the link of one engine: what it needs communicators for.
+
+    senders: all global ranks that send to this engine, in the order that numbers them on the link.
+    """
+
+    senders: tuple[int, ...]
+    p2p: bool
+    broadcasts: bool
+
+
+class Transfer(NamedTuple):
+    """A message on its way to one engine."""
+
+    engine: int
+    pending: Pending
+
+
+@dataclass
+class Link:
+    """The communicators of one sender to one engine: with all senders and workers, and for its own broadcasts."""
+
+    senders: int
+    p2p: Optional[Transport] = None
+    broadcasts: Optional[Transport] = None
+
+    def start(self, flat: torch.Tensor, workers: Workers, deadline: float, label: Label) -> list[Pending]:
+        """Begin to send `flat`. LinkError."""
+        if workers is None:
+            return [self.broadcasts.broadcast(flat, deadline, label)]
+        return [self.p2p.send(flat, self.senders + worker, deadline, label) for worker in workers]
+
+    def close(self) -> None:
+        for transport in (self.p2p, self.broadcasts):
+            if transport is not None:
+                transport.close()
+
+
+def seats(plan: SyncPlan, rank: int) -> dict[int, Seat]:
+    """The places of `rank` on the links of the engines that it sends to, by engine."""
+    modes: dict[int, set[str]] = {}
+    mine: dict[int, set[str]] = {}
+    for bucket in plan.outline:
+        for engine in bucket.engines:
+            modes.setdefault(engine, set()).add(bucket.mode)
+            if any(one.sender == rank for one in bucket.slices):
+                mine.setdefault(engine, set()).add(bucket.mode)
+    return {engine: Seat(plan.senders(engine), modes[engine] != {"broadcast"}, "broadcast" in own)
+            for engine, own in mine.items()}
+
+
 @dataclass
 class Links:
-    """The links of the sender of one stage. `store` is this thread's connection to the weight store; the buffers that
-    are sent lie on `device`."""
+    """The links of one sender. `store` is this thread's connection to the weight store; what is sent lies on `device`.
 
-    stage: int
+    errors: by engine, why its link was lost in the push that `begin` began.
+    """
+
+    rank: int
     store: dist.Store
     device: torch.device
-    open: dict[int, Transport] = field(default_factory=dict)
+    open: dict[int, Link] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
-    def begin(self, targets: list[Target], timeout_s: float) -> None:
-        """Wait until every engine stands ready, and build the links that are new. Engines that fail are in `errors`."""
+    def begin(self, targets: list[Target], seats: Mapping[int, Seat], timeout_s: float) -> None:
+        """Wait until every engine that has a seat for us stands ready, and build the links that are new.
+
+        Engines that fail are in `errors`.
+        """
         self.errors = {}
         deadline = time.monotonic() + START_SHARE * timeout_s
-        waiting = {target.request.engine: target for target in targets}
+        waiting = {target.request.engine: target for target in targets if target.request.engine in seats}
         for engine in [*self.open]:
             if engine in waiting and waiting[engine].request.connect:
                 self._close(engine)
@@ -64,31 +125,33 @@ class Links:
         new = [target for target in ready if target.request.connect]
         if new:
             with ThreadPoolExecutor(len(new)) as pool:  # one engine that dies now must not keep the others waiting
-                list(pool.map(lambda target: self._build(target, deadline), new))
+                list(pool.map(lambda target: self._build(target, seats[target.request.engine], deadline), new))
 
-    def broadcast(self, engines: list[int], flat: torch.Tensor, deadline: float,
-                  meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Send `flat` to the open links among `engines`; returns when each has finished with it or was dropped.
-
-        `meanwhile` runs while the bytes are under way.
-        """
-        pending: dict[int, Pending] = {}
+    def start(self, engines: Iterable[int], flat: torch.Tensor, workers: Workers, deadline: float, label: Label
+              ) -> list[Transfer]:
+        """Begin to send `flat` over the open links among `engines`, to the same `workers` of each."""
+        transfers: list[Transfer] = []
         for engine in engines:
             if engine in self.open:
                 try:
-                    pending[engine] = self.open[engine].broadcast(flat, deadline)
+                    transfers += [Transfer(engine, pending)
+                                  for pending in self.open[engine].start(flat, workers, deadline, label)]
                 except LinkError as error:
                     self.drop(engine, str(error))
-        meanwhile()
-        for engine, transfer in pending.items():
-            try:
-                transfer.wait(deadline)
-            except LinkError as error:
-                self.drop(engine, str(error))
+        return transfers
+
+    def finish(self, transfers: list[Transfer], deadline: float) -> None:
+        """Return when every engine has finished with its transfers or was dropped: the buffer may be written again."""
+        for engine, pending in transfers:
+            if engine in self.open:
+                try:
+                    pending.wait(deadline)
+                except LinkError as error:
+                    self.drop(engine, str(error))
 
     def drop(self, engine: int, error: str) -> None:
         """Give up one engine's link; the next push builds another."""
-        logger.warning("stage %d: link to engine %d dropped: %s", self.stage, engine, error)
+        logger.warning("rank %d: link to engine %d dropped: %s", self.rank, engine, error)
         self.errors.setdefault(engine, error)
         self._close(engine)
 
@@ -96,16 +159,26 @@ class Links:
         for engine in [*self.open]:
             self._close(engine)
 
-    def _build(self, target: Target, deadline: float) -> None:
-        request = target.request
+    def _build(self, target: Target, seat: Seat, deadline: float) -> None:
+        """Both ends build in the same order: communicators of senders that broadcast, then the one of all."""
+        request, link = target.request, Link(len(seat.senders))
+        position = seat.senders.index(self.rank)
+
+        def meet(part: str, rank: int, senders: int) -> Transport:
+            return connect(request.transport, Meeting(store, request.store_host, request.link, part, rank,
+                                                      senders + target.workers, self.device), deadline)
+
         try:
             store = open_store(request.store_host, request.store_port, deadline)
-            self.open[request.engine] = connect(request.transport, Meeting(
-                store, request.store_host, request.link, self.stage, SENDER_RANK, 1 + target.workers, self.device),
-                deadline)
+            if seat.broadcasts:
+                link.broadcasts = meet(BROADCAST.format(position), SENDER_RANK, 1)
+            if seat.p2p:
+                link.p2p = meet(PEERS, position, link.senders)
+            self.open[request.engine] = link
         except LinkError as error:
+            link.close()
             self.drop(request.engine, str(error))
 
     def _close(self, engine: int) -> None:
-        if transport := self.open.pop(engine, None):
-            transport.close()
+        if link := self.open.pop(engine, None):
+            link.close()

@@ -1,96 +1,126 @@
-"""One push on one rank: gather bucket i+1 while bucket i is on its way to every engine."""
+"""One push on one rank: gather the next slice while earlier ones are on their way to the engines."""
 from __future__ import annotations
 
+import json
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Optional
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Mapping, Optional
 
-import torch
-
-from mrl.receiver.mrl_receiver.checksum import checksum, whole
-from mrl.receiver.mrl_receiver.links import own_stream
-from mrl.stream.gather import StageBuckets
-from mrl.stream.links import Links, Target
-
-
-@dataclass
-class Sent:
-    """What one rank did in a push: seconds of gathering and of sending, and the engines that its links lost."""
-
-    gather_s: float = 0.0
-    send_s: float = 0.0
-    errors: dict[int, str] = field(default_factory=dict)
+from mrl.receiver.mrl_receiver.checksum import add, checksum
+from mrl.receiver.mrl_receiver.links import Label, own_stream
+from mrl.receiver.mrl_receiver.wire import sums_key
+from mrl.stream.gather import Gatherer, Share
+from mrl.stream.links import Links, Seat, Target, Transfer
+from mrl.stream.report import Sent
 
 
-def stream(stage: StageBuckets, links: Optional[Links], targets: list[Target], timeout_s: float) -> Sent:
-    """Gather every bucket of the stage and, on its sender (`links` given), send it to all `targets`.
+def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target], timeout_s: float
+           ) -> Sent:
+    """Gather this rank's share of every slice, and send the slices that end here to the targets they are for.
 
-    Collective over the stage's tensor-parallel ranks. Never fails because of an engine: such an engine is in
-    `Sent.errors`, and all buckets are gathered regardless, so that no rank waits for another.
+    Collective over all ranks with a share in the plan for these targets. Never fails because of an engine: such an
+    engine is in `Sent.errors`, and all slices are gathered regardless, so that no rank waits for another.
     """
     sent = Sent()
-    if links is None:
-        for position in range(len(stage.buckets)):
-            _fill(stage, position, sent)
-        return sent
-    sender = _SenderThread(stage, links, targets, timeout_s, sent)
-    sender.start()
-    for position in range(len(stage.buckets)):
-        sender.free.acquire()
-        _fill(stage, position, sent)
-        sender.filled.release()
-    sender.join()
-    if sender.crash is not None:
-        raise sender.crash
-    sent.errors = dict(links.errors)
+    sender = _SenderThread(gatherer, links, seats, targets, timeout_s, sent) if gatherer.sends else None
+    if sender is not None:
+        sender.start()
+    for share in gatherer.shares:
+        if share.flat is not None:
+            sender.free.acquire()
+        began = time.monotonic()
+        gatherer.fill(share)
+        sent.gather_s += time.monotonic() - began
+        if share.flat is not None:
+            sender.filled.release()
+    if sender is not None:
+        sender.join()
+        if sender.crash is not None:
+            raise sender.crash
+        sent.errors = dict(links.errors)
     return sent
 
 
-def _fill(stage: StageBuckets, position: int, sent: Sent) -> None:
-    began = time.monotonic()
-    stage.fill(position)
-    sent.gather_s += time.monotonic() - began
-
-
 class _SenderThread(threading.Thread):
-    """Sends the filled buckets in order; `free` counts buffers that every link has finished with."""
+    """Sends the filled slices in order. `free` counts slots of the ring that every link has finished with."""
 
-    def __init__(self, stage: StageBuckets, links: Links, targets: list[Target], timeout_s: float, sent: Sent):
+    def __init__(self, gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target],
+                 timeout_s: float, sent: Sent):
         super().__init__(name="mrl-send", daemon=True)
-        self.stage, self.links, self.targets, self.timeout_s, self.sent = stage, links, targets, timeout_s, sent
-        self.free = threading.Semaphore(len(stage.ring))
-        self.filled = threading.Semaphore(0)
+        self.shares, self.slots, self.device = gatherer.sends, len(gatherer.ring), links.device
+        self.links, self.seats, self.targets, self.timeout_s, self.sent = links, seats, targets, timeout_s, sent
+        self.engines = {target.request.engine: target for target in targets}
+        attempt, step = targets[0].request.version
+        self.prefix = f"{attempt}/{step}/{targets[0].request.push}"
+        self.free, self.filled = threading.Semaphore(self.slots), threading.Semaphore(0)
+        self.sums: dict[int, Sums] = {}
         self.crash: Optional[BaseException] = None
 
     def run(self) -> None:
         try:
-            with own_stream(self.stage.ring[0].device):
+            with own_stream(self.device):
                 self._send_all()
         except BaseException as error:  # handed to the main thread, which must not hang in `free` meanwhile
             self.crash = error
-            for _ in self.stage.buckets:
+            for _ in self.shares:
                 self.free.release()
 
     def _send_all(self) -> None:
         deadline = time.monotonic() + self.timeout_s
-        self.links.begin(self.targets, self.timeout_s)
-        engines = [target.request.engine for target in self.targets]
-        verifying = [target.request.engine for target in self.targets if target.request.verify]
-        sums: list[int] = []
-        for position in range(len(self.stage.buckets)):
+        self.links.begin(self.targets, self.seats, self.timeout_s)
+        under_way: deque[list[Transfer]] = deque()
+        for number, share in enumerate(self.shares):
             self.filled.acquire()
             began = time.monotonic()
-            add_sums = (lambda: sums.extend(self._checksums(position))) if verifying else (lambda: None)
-            self.links.broadcast(engines, self.stage.flat(position), deadline, meanwhile=add_sums)
+            under_way.append(self._start(number, share, deadline))
+            if len(under_way) == self.slots:  # with fewer, the gather still has a slot to fill
+                self._finish(under_way.popleft(), deadline)
             self.sent.send_s += time.monotonic() - began
-            self.free.release()
-        if verifying:
-            message = torch.tensor(sums, dtype=torch.int64, device=self.stage.ring[0].device)
-            self.links.broadcast(verifying, message, deadline)
+        began = time.monotonic()
+        while under_way:
+            self._finish(under_way.popleft(), deadline)
+        self._leave_sums()
+        self.sent.send_s += time.monotonic() - began
 
-    def _checksums(self, position: int) -> list[int]:
-        """Of the HF tensors in a bucket, in order."""
-        flat = self.stage.flat(position)
-        return [checksum(flat[item.offset:item.offset + item.numel].view(item.shape), whole(item.shape))
-                for item in self.stage.buckets[position].items]
+    def _start(self, number: int, share: Share, deadline: float) -> list[Transfer]:
+        engines = [engine for engine in share.engines if engine in self.engines]
+        label = Label(f"{self.prefix}/{self.links.rank}/{number}", share.parts)
+        transfers = self.links.start(engines, share.flat, share.workers, deadline, label)
+        self.sent.bytes += len(transfers) * share.flat.nbytes
+        if verifying := [engine for engine in engines if self.engines[engine].request.verify]:
+            sums = _checksums(share)  # while the bytes are under way
+            for engine in verifying:
+                self.sums.setdefault(engine, Sums()).add(share, sums)
+        return transfers
+
+    def _finish(self, transfers: list[Transfer], deadline: float) -> None:
+        self.links.finish(transfers, deadline)
+        self.free.release()
+
+    def _leave_sums(self) -> None:
+        """The checksums of all that was sent, in the store, for the engines that verify."""
+        for engine, sums in self.sums.items():
+            position = self.seats[engine].senders.index(self.links.rank)
+            self.links.store.set(sums_key(self.engines[engine].request, position), json.dumps(asdict(sums)))
+
+
+@dataclass
+class Sums:
+    """What one sender leaves for one engine: by HF tensor, the checksum of all parts that it sent to the engine, or to
+    one of its workers."""
+
+    shared: dict[str, int] = field(default_factory=dict)
+    direct: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, share: Share, sums: list[int]) -> None:
+        """`sums` of the share's parts, in order."""
+        total = self.direct.setdefault(*share.workers, {}) if share.direct else self.shared
+        for part, value in zip(share.parts, sums, strict=True):
+            total[part.name] = add(total.get(part.name, 0), value)
+
+
+def _checksums(share: Share) -> list[int]:
+    """Of the parts of a slice, in order."""
+    return [checksum(share.values(part), part.lattice) for part in share.parts]

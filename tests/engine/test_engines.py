@@ -15,11 +15,11 @@ from tests.rollout.experiments import experiment
 ENGINES = sorted(SERVERS)
 LENGTH_FLAG = {"vllm": "--max-model-len", "sglang": "--context-length"}
 TP_FLAG = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
-CPU_ONLY = {"vllm": {"--enforce-eager", "--no-enable-chunked-prefill"},
+CPU_ONLY = {"vllm": {"--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend"},
             "sglang": {"--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--device",
                        "--max-total-tokens"}}
 FREE = {"vllm": {"--max-num-seqs", "--enable-prefix-caching", "--disable-uvicorn-access-log", "--enforce-eager",
-                 "--no-enable-chunked-prefill", "--max-num-batched-tokens"},
+                 "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--attention-backend"},
         "sglang": {"--max-running-requests", "--log-level-http", "--grammar-backend", "--attention-backend",
                    "--max-total-tokens", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
                    "--sleep-on-idle"}}

@@ -17,6 +17,10 @@ PLAN = wire_plan(buckets=(("norm",),))
 WHOLE = {"norm": [[0, [6], [1], 42]]}
 
 
+def sent(checksum: int) -> dict:
+    return {"shared": {"norm": checksum}, "direct": {}}
+
+
 class FakeServer:
     """Answers generate when the test says so; workers answer what the test has put in `answers`."""
 
@@ -24,7 +28,8 @@ class FakeServer:
     start_failures = 0
 
     def __init__(self, experiment, index, run_id, incarnation, log_path, gpus, load_weights):
-        self.answers = {"mrl_prepare": [self.ok()], "mrl_receive": [self.ok(expected={"norm": 42})]}
+        self.answers = {"mrl_prepare": [self.ok(not_sharded={}, proven=True)],
+                        "mrl_prove": [self.ok(not_sharded={})], "mrl_receive": [self.ok(expected=sent(42))]}
         self.calls, self.waiting, self.code, self.resets, self.stopped = [], [], None, 0, False
         FakeServer.made.append(self)
 
@@ -87,6 +92,14 @@ def sync_request(step: int, **changes) -> SyncRequest:
     return replace(request, **changes)
 
 
+async def push(engine, step: int, /, **changes):
+    """As rank 0 does it over a new link."""
+    request = sync_request(step, **changes)
+    prepared = await engine.prepare(request)
+    assert prepared.not_sharded == {}
+    return await engine.receive(replace(request, plan={}))
+
+
 def with_engine(scenario, load_weights=False, **rollout):
     """Run scenario(engine, fake server) on a started engine."""
     async def main():
@@ -119,7 +132,7 @@ def test_nothing_is_generated_before_the_first_sync_and_versions_are_stamped():
     async def scenario(engine, server):
         with pytest.raises(EngineClosed, match="dirty: it has not received any weights"):
             await engine.generate(REQUEST)
-        result = await engine.receive(sync_request(3))
+        result = await push(engine, 3)
         assert result.verified and server.resets == 1
         status = await engine.status()
         assert (status.state, status.version) == ("serving", Version(0, 3))
@@ -135,9 +148,9 @@ def test_nothing_is_generated_before_the_first_sync_and_versions_are_stamped():
 
 def test_a_sync_waits_for_requests_in_flight_and_lets_no_new_one_in():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         task = await sampling(engine, server)
-        sync = asyncio.create_task(engine.receive(sync_request(2)))
+        sync = asyncio.create_task(push(engine, 2))
         await asyncio.sleep(0.05)
         with pytest.raises(EngineClosed, match="receiving version 0:2"):
             await engine.generate(REQUEST)
@@ -152,13 +165,13 @@ def test_a_sync_waits_for_requests_in_flight_and_lets_no_new_one_in():
 
 def test_requests_that_queue_for_a_slot_do_not_slip_through_a_closed_gate():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         first = await sampling(engine, server)
         second = asyncio.create_task(engine.generate(REQUEST))
         await asyncio.sleep(0.02)
         assert len(server.waiting) == 1, "rollout.max_concurrent_requests was exceeded"
         server.answers["mrl_receive"] = [{"error": "torn"}]
-        sync = asyncio.create_task(engine.receive(sync_request(2)))
+        sync = asyncio.create_task(push(engine, 2))
         await asyncio.sleep(0.02)
         server.answer()
         await first
@@ -172,10 +185,10 @@ def test_requests_that_queue_for_a_slot_do_not_slip_through_a_closed_gate():
 
 def test_a_drain_that_takes_too_long_refuses_the_sync_and_serves_on():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         task = await sampling(engine, server)
         with pytest.raises(SyncError, match="1 requests were still in flight"):
-            await engine.receive(sync_request(2, deadline_s=0.05))
+            await push(engine, 2, deadline_s=0.05)
         server.answer()
         assert (await task).version == Version(0, 1)
         assert (await engine.status()).state == "serving"
@@ -189,11 +202,11 @@ def test_a_drain_that_takes_too_long_refuses_the_sync_and_serves_on():
 ])
 def test_refusals_leave_it_serving(changes, words):
     async def scenario(engine, server):
-        await engine.receive(sync_request(5))
+        await push(engine, 5)
         with pytest.raises(SyncError, match=words):
-            await engine.receive(sync_request(6, **changes))
+            await push(engine, 6, **changes)
         assert (await engine.status()).version == Version(0, 5)
-        await engine.receive(sync_request(0, version=(1, 0)))  # a later attempt is newer
+        await push(engine, 0, version=(1, 0))  # a later attempt is newer
 
     with_engine(scenario)
 
@@ -201,21 +214,21 @@ def test_refusals_leave_it_serving(changes, words):
 @pytest.mark.parametrize("answer, words", [
     ([{"error": "LinkError: closed"}], "worker 0: LinkError: closed"),
     (RuntimeError("500"), "500"),
-    ([FakeServer.ok(expected={"norm": 41})], "verification failed: norm: the engine's checksum 42 is not .* 41"),
+    ([FakeServer.ok(expected=sent(41))], "verification failed: norm: the engine's checksum 42 is not .* 41"),
 ])
 def test_a_broken_sync_leaves_it_dirty_until_a_whole_one(answer, words):
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         server.answers["mrl_receive"] = answer
         with pytest.raises(SyncError, match=words):
-            await engine.receive(sync_request(2))
+            await push(engine, 2)
         assert (await engine.status()).state == "dirty"
         with pytest.raises(EngineClosed, match="version 0:2 was not received whole"):
             await engine.generate(REQUEST)
         with pytest.raises(SyncError, match="0:1 is refused.*was promised 0:2"):
-            await engine.receive(sync_request(1))
-        server.answers["mrl_receive"] = [FakeServer.ok(expected={"norm": 42})]
-        await engine.receive(sync_request(2))  # the same version, which it has not committed
+            await push(engine, 1)
+        server.answers["mrl_receive"] = [FakeServer.ok(expected=sent(42))]
+        await push(engine, 2)  # the same version, which it has not committed
         assert (await engine.status()).version == Version(0, 2)
 
     with_engine(scenario)
@@ -228,19 +241,74 @@ def test_a_broken_sync_leaves_it_dirty_until_a_whole_one(answer, words):
 ])
 def test_a_plan_that_does_not_fit_is_refused_before_any_byte(answer, words):
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         server.answers["mrl_prepare"] = answer
         with pytest.raises(SyncError, match=words):
-            await engine.receive(sync_request(2))
+            await push(engine, 2)
         assert server.calls.count("mrl_receive") == 1
         assert (await engine.status()).version == Version(0, 1)
 
     with_engine(scenario)
 
 
+@pytest.mark.parametrize("wire, words", [
+    ({}, "malformed: KeyError 'tensors'"), ({**PLAN, "node": 2}, "malformed: ValueError 1 workers"),
+])
+def test_a_malformed_plan_and_a_sync_without_one_are_refused(wire, words):
+    async def scenario(engine, server):
+        with pytest.raises(SyncError, match="given no plan"):
+            await engine.receive(sync_request(1))
+        with pytest.raises(SyncError, match=words):
+            await engine.prepare(sync_request(1, plan=wire))
+        assert not server.calls
+        with pytest.raises(EngineClosed, match="dirty: version 0:1 was refused: the plan is malformed"):
+            await engine.generate(REQUEST)
+
+    with_engine(scenario)
+
+
+def test_a_plan_is_traced_while_requests_run_and_shards_are_proven_when_they_are_done():
+    async def scenario(engine, server):
+        await push(engine, 1)
+        task = await sampling(engine, server)
+        assert (await engine.prepare(sync_request(2))).not_sharded == {}
+        assert (await engine.status()).version == Version(0, 1)
+        server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={"norm": "worker 0: it is elsewhere"}, proven=False)]
+        assert (await engine.prepare(sync_request(2))).not_sharded == {"norm": "worker 0: it is elsewhere"}
+        assert "mrl_prove" not in server.calls and (await engine.status()).version == Version(0, 1)
+        server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={}, proven=False)]
+        server.answers["mrl_prove"] = [FakeServer.ok(not_sharded={"norm": "it would differ"})]
+        proof = asyncio.create_task(engine.prepare(sync_request(2)))
+        await asyncio.sleep(0.05)
+        assert "mrl_prove" not in server.calls
+        server.answer()
+        assert (await task).version == Version(0, 1)
+        assert (await proof).not_sharded == {"norm": "it would differ"}
+        assert (await engine.status()).state == "dirty"
+        with pytest.raises(EngineClosed, match="dirty: it is receiving version 0:2"):
+            await engine.generate(REQUEST)
+        server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={}, proven=True)]
+        await push(engine, 2)
+        assert (await engine.status()).version == Version(0, 2)
+
+    with_engine(scenario)
+
+
+def test_a_proof_that_breaks_off_leaves_it_dirty():
+    async def scenario(engine, server):
+        await push(engine, 1)
+        server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={}, proven=False)]
+        server.answers["mrl_prove"] = [{"error": "OutOfMemoryError"}]
+        with pytest.raises(SyncError, match="worker 0: OutOfMemoryError"):
+            await engine.prepare(sync_request(2))
+        assert (await engine.status()).state == "dirty"
+
+    with_engine(scenario)
+
+
 def test_death_loses_requests_and_restarts_dirty_until_the_limit():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         task = await sampling(engine, server)
         server.code = 137
         with pytest.raises(EngineLost):
@@ -248,8 +316,8 @@ def test_death_loses_requests_and_restarts_dirty_until_the_limit():
         await until(lambda: len(FakeServer.made) == 2 and engine._state == "dirty")
         assert (await engine.status()).incarnation == 2
         with pytest.raises(EngineLost, match="the sync is for incarnation 1"):
-            await engine.receive(sync_request(2))
-        await engine.receive(sync_request(1, incarnation=2))  # it lost version 1, so 1 is welcome
+            await push(engine, 2)
+        await push(engine, 1, incarnation=2)  # it lost version 1, so 1 is welcome
         FakeServer.start_failures = 9
         FakeServer.made[1].code = 1
         await until(lambda: engine._state == "failed")
@@ -262,14 +330,14 @@ def test_death_loses_requests_and_restarts_dirty_until_the_limit():
 
 def test_a_server_that_goes_away_closes_the_gate_at_once():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         task = await sampling(engine, server)
         server.lose()
         with pytest.raises(EngineLost):
             await task
         assert (await engine.status()).state == "starting"
         with pytest.raises(EngineLost, match="is starting"):
-            await engine.receive(sync_request(2))
+            await push(engine, 2)
         await until(lambda: engine._state == "dirty")
         assert (await engine.status()).incarnation == 2
 
@@ -287,22 +355,22 @@ def test_the_end_of_the_log_is_in_the_error():
 
 def test_aborted_requests_never_look_finished():
     async def scenario(engine, server):
-        await engine.receive(sync_request(7))
+        await push(engine, 7)
         task = await sampling(engine, server)
         assert await engine.abort(attempt=1) == 1
         with pytest.raises(EngineClosed, match="aborted half way"):
             await task
         assert (await engine.status()).outstanding_tokens == 0
         with pytest.raises(SyncError, match="0:8 is refused"):
-            await engine.receive(sync_request(8))
-        await engine.receive(sync_request(0, version=(1, 0)))
+            await push(engine, 8)
+        await push(engine, 0, version=(1, 0))
 
     with_engine(scenario)
 
 
 def test_abort_reaches_the_requests_that_wait_for_a_slot_and_no_later_ones():
     async def scenario(engine, server):
-        await engine.receive(sync_request(7))
+        await push(engine, 7)
         first = await sampling(engine, server)
         waiting = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(3)]
         await asyncio.sleep(0.02)
@@ -322,7 +390,7 @@ def test_abort_reaches_the_requests_that_wait_for_a_slot_and_no_later_ones():
 
 def test_weights_older_than_a_request_wants_do_not_answer_it():
     async def scenario(engine, server):
-        await engine.receive(sync_request(3))
+        await push(engine, 3)
         for wanted in (Version(0, 4), Version(1, 0)):
             with pytest.raises(EngineClosed, match=f"serves version 0:3, and {wanted} is wanted"):
                 await engine.generate(replace(REQUEST, at_least=wanted))
@@ -338,7 +406,7 @@ def test_weights_older_than_a_request_wants_do_not_answer_it():
 
 def test_a_request_without_an_answer_is_lost_and_the_engine_restarted():
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
         with pytest.raises(EngineLost, match="rollout.request_timeout_s=0.05"):
             await engine.generate(REQUEST)
         assert (await engine.status()).state == "starting"
@@ -346,18 +414,19 @@ def test_a_request_without_an_answer_is_lost_and_the_engine_restarted():
             await engine.generate(REQUEST)
         await until(lambda: engine._state == "dirty")
         assert server.stopped and (await engine.status()).incarnation == 2
-        await engine.receive(sync_request(1, incarnation=2))
+        await push(engine, 1, incarnation=2)
 
     with_engine(scenario, request_timeout_s=0.05)
 
 
-@pytest.mark.parametrize("method", ["mrl_prepare", "mrl_receive"])
+@pytest.mark.parametrize("method", ["mrl_prepare", "mrl_prove", "mrl_receive"])
 def test_workers_that_do_not_answer_get_the_engine_restarted(method):
     async def scenario(engine, server):
-        await engine.receive(sync_request(1))
+        await push(engine, 1)
+        server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={}, proven=False)]
         server.answers[method] = TimeoutError()
         with pytest.raises(EngineLost, match=f"did not answer {method} by the sync's deadline"):
-            await engine.receive(sync_request(2))
+            await push(engine, 2)
         assert (await engine.status()).state == "starting"
         await until(lambda: engine._state == "dirty")
         assert server.stopped and (await engine.status()).incarnation == 2

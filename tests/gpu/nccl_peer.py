@@ -25,7 +25,7 @@ SPEED_MIB, SPEED_ROUNDS = 512, 30
 
 
 def link(store, rank: int, patience_s: float = 20.0) -> NcclTransport:
-    return NcclTransport(Meeting(store, "127.0.0.1", "link", 0, rank, 2, DEVICE), time.monotonic() + patience_s)
+    return NcclTransport(Meeting(store, "127.0.0.1", "link", "0", rank, 2, DEVICE), time.monotonic() + patience_s)
 
 
 def request(step: int, port: int) -> SyncRequest:

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.config.schema import Log
 from mrl.observe.runlog import RunLog
-from mrl.stream.sync import PushReport
+from mrl.stream.report import PushReport
 from tests.rollout.groups import group
 
 
@@ -49,7 +49,7 @@ def test_an_evaluation_is_logged_under_the_step_that_asked(log, tmp_path):
 
 
 def test_a_failed_push_names_the_engine(log, tmp_path):
-    log.push(4, PushReport(version="1:4", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, bytes=10,
+    log.push(4, PushReport(version="1:4", strategy="broadcast", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, bytes=10,
                            errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
     progress = (tmp_path / "progress.log").read_text()
     assert "engine 1 did not take the weights of step 4: broken" in progress and "engine 2" in progress

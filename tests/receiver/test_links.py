@@ -7,13 +7,13 @@ from mrl.receiver.mrl_receiver.links import Meeting
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 
 
-def meeting(store, link: str = "link", stage: int = 0) -> Meeting:
-    return Meeting(store, "127.0.0.1", link, stage, rank=1, world_size=2, device=torch.device("cpu"))
+def meeting(store, link: str = "link", part: str = "0") -> Meeting:
+    return Meeting(store, "127.0.0.1", link, part, rank=1, world_size=2, device=torch.device("cpu"))
 
 
 def test_one_who_gives_up_tells_every_communicator_of_the_link_and_no_other():
     store = dist.HashStore()
-    first, second, other = meeting(store), meeting(store, stage=1), meeting(store, link="another")
+    first, second, other = meeting(store), meeting(store, part="p2p"), meeting(store, link="another")
     assert first.given_up() is None
     first.give_up()
     assert first.given_up() == second.given_up() == "a peer gave it up"

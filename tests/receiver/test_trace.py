@@ -1,116 +1,120 @@
-"""Tracing finds the loader's copies, changes nothing, and is replayed exactly; what it cannot replay it says."""
+"""Tracing finds the loader's copies and changes nothing; what is more than a copy, it says."""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from mrl.receiver.mrl_receiver.trace import TraceError, trace, untouched
-from mrl.receiver.mrl_receiver.wire import Plan
-from tests.receiver.toy import ToyModel, expect, flat_of, parameter, tensors, wire_plan
+from mrl.receiver.mrl_receiver.trace import TraceError, trace
+from tests.receiver.toy import DENSE, SHAPES, ToyModel, ToyMoe, parameter
 
 
-def routes_of(model, plan: Plan, load=None):
-    buffers = [torch.full((bucket.numel,), 7.0, dtype=bucket.torch_dtype) for bucket in plan.buckets]
-    routes = [trace(bucket, flat, model, load or model.load_weights) for bucket, flat in zip(plan.buckets, buffers)]
-    return routes, buffers
+def kinds(shapes=DENSE, dtype=torch.float32):
+    return {name: (tuple(shape), dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_replay_is_what_the_loader_does_twice_in_a_row(tp):
-    plan = Plan.from_wire(wire_plan())
-    for rank in range(tp):
-        model = ToyModel(rank, tp)
-        before = {name: p.clone() for name, p in model.named_parameters()}
-        routes, buffers = routes_of(model, plan)
-        assert all(torch.equal(before[name], p) for name, p in model.named_parameters()), "tracing wrote something"
-        assert [route.reason for route in routes] == [None] * 3 and untouched(model, routes) == []
-
-        def no_loader(_):
-            raise AssertionError("the loader ran on the hot path")
-
-        for seed in (1, 2):
-            for route, flat in zip(routes, buffers):
-                flat.copy_(flat_of(route.bucket, tensors(seed)))
-                route.apply(flat, no_loader)
-            expect(model, tensors(seed))
+def lattices(traced):
+    return {name: [home.lattice for home in homes] for name, homes in traced.homes.items()}
 
 
-def test_lattices_name_the_elements_held():
-    routes, _ = routes_of(ToyModel(rank=1, tp=2), Plan.from_wire(wire_plan()))
-    homes = {name: [lattice for lattice, _ in found] for route in routes for name, found in route.homes.items()}
-    assert homes == {"embed": [(0, (5, 4), (4, 1))], "q": [(12, (2, 6), (6, 1))], "k": [(6, (1, 6), (6, 1))],
-                     "norm": [(0, (6,), (1,))]}
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_element_is_found_and_nothing_is_written(rank):
+    model = ToyMoe(rank, tp=2)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    traced = trace(kinds(SHAPES), model, model.load_weights)
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items()), "tracing wrote something"
+    assert traced.untouched(model) == []
+    mine = range(2 * rank, 2 * rank + 2)
+    assert lattices(traced) == {
+        "embed": [(0, (5, 4), (4, 1))], "q": [(12 * rank, (2, 6), (6, 1))], "k": [(6 * rank, (1, 6), (6, 1))],
+        "norm": [(0, (6,), (1,))], "o": [(4 * rank, (6, 4), (8, 1))], "base": [(0, (4, 3), (3, 1))],
+        **{f"experts.{e}.{kind}": [(0, (4, 6), (6, 1))] for e in mine for kind in ("gate", "up")},
+        **{f"experts.{e}.down": [(0, (6, 4), (4, 1))] for e in mine}}
+    assert traced.fills.keys() == {"embed"}
+    up = traced.homes[f"experts.{mine[1]}.up"][0].target
+    assert (up.data_ptr(), up.shape) == (model.w13[1, 4:].data_ptr(), (4, 6))
 
 
-@pytest.mark.parametrize("shapes, buckets, words", [
-    ({"embed": (4, 5)}, (("embed",),), "embed of shape [4, 5]: AssertionError: vocabulary"),
-    ({"norm": (7,)}, (("norm",),), "norm of shape [7]"),
-    ({"typo": (3,)}, (("norm", "typo"),), "typo of shape [3]: KeyError"),
+def test_what_is_more_than_a_copy_is_opaque_with_all_that_it_needs_in_one_call():
+    model = ToyMoe()
+    traced = trace(kinds(SHAPES), model, model.load_weights)
+    assert traced.opaque.keys() == {"flipped", "pair.a", "pair.b"}
+    assert all("converts what it copies" in reason for reason in traced.opaque.values())
+    assert traced.together == {"flipped": {"flipped"}, "pair.a": {"pair.a", "pair.b"}, "pair.b": {"pair.a", "pair.b"}}
+
+
+def test_a_loader_that_takes_everything_before_it_works_is_traced_the_same():
+    model = ToyMoe(1, 2)
+    lazily = trace(kinds(SHAPES), model, model.load_weights)
+    eagerly = trace(kinds(SHAPES), model, lambda named: model.load_weights(list(named)))
+    assert lattices(eagerly) == lattices(lazily) and eagerly.together == lazily.together
+
+
+def test_a_loader_that_works_in_threads_is_traced_the_same():
+    model = ToyMoe(1, 2)
+
+    def load(named):
+        with ThreadPoolExecutor() as pool:
+            for future in [pool.submit(model.load_weights, [one]) for one in named if not one[0].startswith("pair")]:
+                future.result()
+
+    in_threads = trace(kinds(SHAPES), model, load)
+    assert lattices(in_threads) == lattices(trace(kinds(SHAPES), model, model.load_weights))
+    assert all((parameter == -9).all() for parameter in model.parameters())
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident(), "pools are as they were"
+
+
+@pytest.mark.parametrize("shapes, words", [
+    ({"embed": (4, 5)}, "embed of shape [4, 5]: AssertionError: vocabulary"),
+    ({"norm": (7,)}, "norm of shape [7]"),
+    ({"typo": (3,)}, "typo of shape [3]: KeyError"),
 ])
-def test_a_plan_the_loader_refuses_names_the_tensor(shapes, buckets, words):
+def test_a_tensor_the_loader_refuses_is_named(shapes, words):
+    model = ToyModel()
     with pytest.raises(TraceError) as caught:
-        routes_of(ToyModel(), Plan.from_wire(wire_plan(shapes, buckets=buckets)))
+        trace(kinds({"q": (4, 6), **shapes}), model, model.load_weights)
     assert words in str(caught.value)
 
 
 def test_a_narrower_engine_is_refused_and_a_wider_one_is_not():
+    narrow, wide = ToyModel(dtype=torch.bfloat16), ToyModel()
     with pytest.raises(TraceError, match="embed is sent as torch.float32.*torch.bfloat16 in embed.*model.dtype"):
-        routes_of(ToyModel(dtype=torch.bfloat16), Plan.from_wire(wire_plan()))
-    routes, _ = routes_of(ToyModel(), Plan.from_wire(wire_plan(dtype="bfloat16")))
-    assert [route.reason for route in routes] == [None] * 3
+        trace(kinds(), narrow, narrow.load_weights)
+    assert not trace(kinds(dtype=torch.bfloat16), wide, wide.load_weights).opaque
 
 
-def test_parameters_left_out_are_named():
-    model = ToyModel()
-    routes, _ = routes_of(model, Plan.from_wire(wire_plan(buckets=(("embed", "q", "k"),))))
-    assert untouched(model, routes) == ["norm"]
+def test_parameters_left_out_are_named_and_tied_ones_and_buffers_are_not():
+    model = ToyMoe()
+    traced = trace(kinds({name: shape for name, shape in SHAPES.items() if name not in ("norm", "pair.b", "pair.a")}),
+                   model, model.load_weights)
+    assert traced.untouched(model) == ["norm", "pair"]
 
 
-class Transposing(torch.nn.Module):
-    """A loader that stores a transposed copy: not a copy of the buffer, so it must not be replayed as one."""
+class Weight(torch.nn.Module):
+    """One parameter, loaded as the test says."""
 
-    def __init__(self):
+    def __init__(self, load, *shape):
         super().__init__()
-        self.weight = parameter(6, 4)
+        self.weight, self.load = parameter(*shape), load
 
     def load_weights(self, named):
         for _, tensor in named:
-            self.weight.data.copy_(tensor.t().contiguous())
+            self.load(self.weight.data, tensor)
 
 
-class Adding(Transposing):
-    def load_weights(self, named):
-        for _, tensor in named:
-            self.weight.data.zero_()
-            self.weight.data.add_(tensor.t())
-
-
-@pytest.mark.parametrize("model, words", [(Transposing(), "converts what it copies to weight"), (Adding(), "add_")])
-def test_what_is_not_a_copy_stays_on_the_loader(model, words):
-    plan = Plan.from_wire(wire_plan(buckets=(("q",),)))
-    (route,), (flat,) = routes_of(model, plan)
-    assert words in route.reason
-    assert untouched(model, [route]) == []
-    for seed in (1, 2):
-        flat.copy_(flat_of(plan.buckets[0], tensors(seed)))
-        route.apply(flat, model.load_weights)
-        assert torch.equal(model.weight, tensors(seed)["q"].t())
+@pytest.mark.parametrize("load, shape, words", [
+    (lambda weight, tensor: (weight.zero_(), weight.add_(tensor.t())), (6, 4), "add_"),
+    (lambda weight, tensor: weight.copy_(tensor[0]), (4, 6), "repeats elements"),
+    (lambda weight, tensor: weight.fill_(tensor.sum().item()), (4, 6), "reads single values"),
+    (lambda weight, tensor: weight.copy_(torch.zeros(4, 6).copy_(tensor)), (4, 6), "converts"),
+])
+def test_other_loaders_that_cannot_be_replayed(load, shape, words):
+    model = Weight(load, *shape)
+    traced = trace(kinds({"q": (4, 6)}), model, model.load_weights)
+    assert words in traced.opaque["q"] and not traced.homes and not traced.fills
 
 
 def test_a_transposing_view_is_a_copy_with_other_strides():
-    class Viewing(Transposing):
-        def load_weights(self, named):
-            for _, tensor in named:
-                self.weight.data.copy_(tensor.t())
-
-    (route,), _ = routes_of(Viewing(), Plan.from_wire(wire_plan(buckets=(("q",),))))
-    assert route.reason is None and [lattice for lattice, _ in route.homes["q"]] == [(0, (6, 4), (1, 6))]
-
-
-def test_malformed_plans():
-    wire = wire_plan()
-    wire["buckets"][1]["items"][0]["name"] = "q"
-    with pytest.raises(ValueError, match="q occurs twice"):
-        Plan.from_wire(wire)
-    wire = wire_plan()
-    wire["buckets"][0]["items"][0]["numel"] = 21
-    with pytest.raises(ValueError, match="embed of shape .* does not fit"):
-        Plan.from_wire(wire)
+    model = Weight(lambda weight, tensor: weight.copy_(tensor.t()), 6, 4)
+    assert lattices(trace(kinds({"q": (4, 6)}), model, model.load_weights)) == {"q": [(0, (6, 4), (1, 6))]}

@@ -27,13 +27,16 @@ VARIANTS = {
     "qwen2-moe": ("Qwen2MoeForCausalLM", dict(_EXPERTS, num_experts=8, shared_expert_intermediate_size=36)),
     "mixtral": ("MixtralForCausalLM", dict(num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3)),
 }
-LAYOUTS = [Layout(tp=tp, pp=pp) for pp in (1, 2) for tp in (1, 2, 4)]
+LAYOUTS = [
+    *(Layout(tp=tp, pp=pp) for pp in (1, 2) for tp in (1, 2, 4)),
+    Layout(tp=2, pp=2, vpp=2), Layout(pp=2, last_stage_layers=1), Layout(tp=2, pp=3, first_stage_layers=2),
+]
 # Each with the fewest ranks that it can have; in REPEATED, everything is there more than once.
 REPEATED = Layout(tp=2, pp=2, dp=4, ep=2, etp=2)
 EXPERT_LAYOUTS = [
     Layout(tp=tp, pp=pp, dp=lcm(tp, ep * etp) // tp, ep=ep, etp=etp)
     for pp in (1, 2) for tp in (1, 2, 4) for ep in (1, 2, 4) for etp in (1, 2)
-] + [REPEATED]
+] + [REPEATED, Layout(pp=2, dp=2, ep=2, first_stage_layers=1)]
 
 CASES = [
     (variant, layout)

@@ -31,7 +31,7 @@ def test_load_then_export_is_the_identity(variant, layout, dtype, model_dir):
         shards = load_all(directory, spec, layout, te, dtype)
         exported = list(export_tensors(spec, layout, lambda coord, name: shards[coord][name], te))
         names, expected = [name for name, _ in exported], list(hf_tensors(spec))
-        assert sorted(names) == sorted(expected) if spec.moe else names == expected
+        assert sorted(names) == sorted(expected) if spec.moe or layout.vpp > 1 else names == expected
         assert_same(dict(exported), read_all(directory))
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.reshard import Coord, ExpertCoord, Layout, expert_range, layer_range
+from mrl.reshard import Coord, ExpertCoord, Layout, expert_range
 
 
 def test_rank_order_is_megatrons_default():
@@ -38,12 +38,35 @@ def test_padded_vocab(vocab, tp, padded):
 
 
 def test_layers_are_split_evenly_and_in_order():
-    assert [list(layer_range(6, 3, stage)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(Layout(pp=3).layers(6, stage)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_uneven_split_is_refused():
-    with pytest.raises(ValueError, match="5 layers do not divide over pp 2"):
-        layer_range(5, 2, 0)
+@pytest.mark.parametrize("layout, layers", [  # of every chunk of every stage
+    (Layout(pp=2, vpp=2), [["0 1", "4 5"], ["2 3", "6 7"]]),
+    (Layout(pp=2, vpp=4), [["0", "2", "4", "6"], ["1", "3", "5", "7"]]),
+    (Layout(pp=3, first_stage_layers=2), [["0 1"], ["2 3 4"], ["5 6 7"]]),
+    (Layout(pp=3, first_stage_layers=1, last_stage_layers=3), [["0"], ["1 2 3 4"], ["5 6 7"]]),
+    (Layout(pp=2, vpp=2, last_stage_layers=2), [["0 1 2", "4 5 6"], ["3", "7"]]),
+], ids=str)
+def test_chunks_and_uneven_stages(layout, layers):
+    for stage, chunks in enumerate(layers):
+        found = [" ".join(map(str, layout.layers(8, stage, chunk))) for chunk in range(layout.vpp)]
+        assert found == chunks
+
+
+@pytest.mark.parametrize("layout, message", [
+    (Layout(pp=2), "pp 2 does not divide num_hidden_layers 9"),
+    (Layout(pp=3, vpp=2), "vpp 2 does not divide the 3 layers of a stage"),
+    (Layout(pp=2, vpp=2, first_stage_layers=4), "vpp 2 does not divide the 5 layers of a stage"),
+    (Layout(vpp=2), "vpp 2 needs pp of at least 2"),
+    (Layout(last_stage_layers=2), "last_stage_layers 2 needs pp of at least 2"),
+    (Layout(pp=2, first_stage_layers=9), "0 layers, what first_stage_layers 9 leave of num_hidden_layers 9, do not"),
+    (Layout(pp=4, first_stage_layers=3, last_stage_layers=1), "5 layers, what .* do not divide over the other 2 of pp"),
+    (Layout(pp=2, first_stage_layers=4, last_stage_layers=5), "say the same: give one of them"),
+], ids=str)
+def test_layers_that_do_not_divide(layout, message):
+    with pytest.raises(ValueError, match=message):
+        layout.layers(9, 0)
 
 
 @pytest.mark.parametrize("layout, places", [  # (ep, etp, repetition) of the ranks of the last stage, in order

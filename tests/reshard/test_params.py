@@ -79,6 +79,23 @@ def test_every_layer_is_on_exactly_one_stage(pp):
     assert seen == dict.fromkeys(range(SIZES["num_hidden_layers"]), 1)
 
 
+def test_names_of_chunks():
+    spec, layout = model_spec(hf_config("llama-mha-tied")), Layout(pp=2, vpp=2)
+    first, last = (local_params(spec, layout, Coord(pp=stage), te=False) for stage in range(2))
+    ends = ("word_embeddings", "linear_proj", "final_layernorm", "output_layer")
+    assert [(plan.name, plan.pieces[0].hf) for plan in first if any(end in plan.name for end in ends)] == [
+        ("chunk0.embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("chunk0.decoder.layers.0.self_attention.linear_proj.weight", "model.layers.0.self_attn.o_proj.weight"),
+        ("chunk1.decoder.layers.0.self_attention.linear_proj.weight", "model.layers.2.self_attn.o_proj.weight"),
+    ]
+    assert [(plan.name, plan.pieces[0].hf) for plan in last if any(end in plan.name for end in ends)] == [
+        ("chunk0.decoder.layers.0.self_attention.linear_proj.weight", "model.layers.1.self_attn.o_proj.weight"),
+        ("chunk1.decoder.layers.0.self_attention.linear_proj.weight", "model.layers.3.self_attn.o_proj.weight"),
+        ("chunk1.decoder.final_layernorm.weight", "model.norm.weight"),
+        ("chunk1.output_layer.weight", "model.embed_tokens.weight"),
+    ]
+
+
 @pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_pieces_cover_every_element_exactly_once(variant, layout):
     spec = model_spec(hf_config(variant))

@@ -1,13 +1,18 @@
 """Every way of cutting, against hand-made integers: row r of q, k, v is 100+r, 200+r, 300+r."""
 from __future__ import annotations
 
+from itertools import combinations, product
+from math import prod
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mrl.reshard import Layout
-from mrl.reshard.pieces import HfTensor, gate_up, qkv, replicated, row, vocab
+from mrl.reshard.pieces import (
+    HfTensor, alternating_gate_up, column, gate_up, joined_gate_up, qkv, replicated, row, slices, stacked, transposed,
+    vocab,
+)
 
 WIDTH = 3
 
@@ -18,9 +23,9 @@ def rows(first: int, count: int, weight: bool) -> torch.Tensor:
     return bias[:, None] * 10 + torch.arange(WIDTH) if weight else bias
 
 
-def cut(kind, tensors: dict[str, torch.Tensor], layout: Layout, rank: int, **sizes: int) -> torch.Tensor:
+def cut(kind, tensors: dict[str, torch.Tensor], layout: Layout, rank: int, expert: int = 0, **sizes: int):
     """The shard of `rank`, filled piece by piece; -1 where no piece reaches."""
-    names = [HfTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    names = [HfTensor(name, tuple(tensor.shape), expert) for name, tensor in tensors.items()]
     shard = kind(names, SimpleNamespace(**sizes), layout, rank)
     local = torch.full(shard.shape, -1)
     for piece in shard.pieces:
@@ -69,6 +74,64 @@ def test_gate_up_is_stacked_per_rank():
     tensors = {"gate": rows(100, 4, True), "up": rows(200, 4, True)}
     shards = [first_columns(cut(gate_up, tensors, Layout(tp=2), rank), True) for rank in range(2)]
     assert shards == [[100, 101, 200, 201], [102, 103, 202, 203]]
+
+
+def test_gate_and_up_in_one_tensor():
+    fused = {"gate_up": torch.cat([rows(100, 4, True), rows(200, 4, True)])}
+    shards = [first_columns(cut(joined_gate_up, fused, Layout(tp=2), rank), True) for rank in range(2)]
+    assert shards == [[100, 101, 200, 201], [102, 103, 202, 203]]
+
+
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "bias"])
+def test_gate_and_up_in_turns(weight):
+    fused = {"gate_up": torch.stack([rows(100, 4, weight), rows(200, 4, weight)], dim=1).flatten(0, 1)}
+    assert first_columns(fused["gate_up"], weight) == [100, 200, 101, 201, 102, 202, 103, 203]
+    shards = [first_columns(cut(alternating_gate_up, fused, Layout(tp=2), rank), weight) for rank in range(2)]
+    assert shards == [[100, 101, 200, 201], [102, 103, 202, 203]]
+
+
+def test_column_parallel_splits_the_rows():
+    shards = [first_columns(cut(column, {"q_b": rows(100, 4, True)}, Layout(tp=2), rank), True) for rank in range(2)]
+    assert shards == [[100, 101], [102, 103]]
+
+
+def test_transposed_tensors():
+    down = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]])  # 4 inputs, 3 outputs
+    shards = [cut(transposed(row), {"down": down}, Layout(tp=2), rank).tolist() for rank in range(2)]
+    assert shards == [[[0, 3], [1, 4], [2, 5]], [[6, 9], [7, 10], [8, 11]]]
+
+
+def test_stacked_experts():
+    bias = {"bias": torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])}  # of 2 experts: gate, up, gate, up
+    assert cut(stacked(alternating_gate_up), bias, Layout(), 0, expert=1).tolist() == [4, 6, 5, 7]
+    weight = {"weight": torch.arange(24).view(2, 3, 4)}  # of 2 experts: 3 inputs, 4 outputs
+    assert cut(stacked(transposed(alternating_gate_up)), weight, Layout(tp=2), 1, expert=1).tolist() == [
+        [14, 18, 22], [15, 19, 23],
+    ]
+    assert cut(stacked(transposed(row)), weight, Layout(tp=3), 2, expert=0).tolist() == [[8], [9], [10], [11]]
+
+
+@pytest.mark.parametrize("kind, tensors, shape, most", [
+    (row, 1, (4, 6), 1), (joined_gate_up, 1, (8, 3), 1), (qkv, 3, (12, 2), 3), (alternating_gate_up, 1, (8, 3), 3),
+    (stacked(transposed(alternating_gate_up)), 1, (2, 3, 8), 3), (stacked(transposed(row)), 1, (2, 4, 3), 1),
+], ids=["row", "joined", "qkv", "alternating", "stacked alternating", "stacked row"])
+def test_what_a_box_leaves_of_a_piece(kind, tensors, shape, most):
+    """Every box of the tensor: the clipped pieces fill exactly what the whole piece fills from inside the box."""
+    tensor = torch.arange(prod(shape)).view(shape)
+    (*_, piece) = kind([HfTensor("t", shape, 1)] * tensors, SimpleNamespace(kv_heads=4), Layout(tp=2), 1).pieces
+    whole = torch.full(piece.local_view, -1)
+    piece.of_local(whole).copy_(piece.of_hf(tensor))
+    for box in product(*([(a, b) for a, b in combinations(range(size + 1), 2)] for size in shape)):
+        inside = torch.zeros(shape, dtype=torch.bool)
+        inside[slices(box)] = True
+        found, clipped = torch.full(piece.local_view, -1), piece.clipped(box)
+        for part in clipped:
+            assert (part.of_local(found) == -1).all() and part.leaves == piece.leaves
+            assert all(low <= a < b <= high for (a, b), (low, high) in zip(part.hf_index, box))
+            part.of_local(found).copy_(part.of_hf(tensor))
+        expected = torch.full(piece.local_view, -1)
+        piece.of_local(expected).copy_(piece.of_hf(torch.where(inside, tensor, -1)))
+        assert torch.equal(found, expected) and len(clipped) <= most
 
 
 def test_row_parallel_splits_the_columns():

@@ -20,12 +20,13 @@ from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, 
 
 @dataclass
 class Bench:
-    """An engine on the bench: the experiment, its model, the actor, and the Ray to reach it from other processes."""
+    """An engine on the bench: the experiment, its model, the actor, and the Ray and the name to reach it by."""
 
     experiment: Experiment
     model: Path
     engine: Any
     ray_address: str
+    name: str
     step: int = 0
 
     def next_step(self) -> int:
@@ -56,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session", params=sorted(SERVERS))
 def bench(request, ray_address, model, tmp_path_factory):
     experiment = make_experiment(model, engine_python(request.param), sync={"verify_every": 2},
-                                 rollout={"engine": request.param})
+                                 rollout={"engine": request.param, "max_restarts": 9})
     yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address)
 
 
@@ -70,9 +71,10 @@ def bench_tp2(request, ray_address, model, tmp_path_factory):
 
 def running(experiment, model, run_dir, ray_address):
     """Start an engine, yield it, and see that nothing of it is left afterwards."""
-    engine = make_engine(experiment, run_dir)
+    name = f"{experiment.rollout.engine}-tp{experiment.rollout.parallel.tp}"  # of the actor: not free again at once
+    engine = make_engine(experiment, run_dir, name)
     ray.get(engine.start.remote(), timeout=700)
-    bench = Bench(experiment, model, engine, ray_address)
+    bench = Bench(experiment, model, engine, ray_address, name)
     yield bench
     processes = bench.call("processes")
     assert len(processes) > 2
@@ -89,20 +91,21 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def pushing(bench, one_rank):
-    """(trainer, sync) of a one-rank gang."""
-    yield from gang_of_one(bench)
+@pytest.fixture(params=["broadcast"])
+def pushing(bench, one_rank, request):
+    """(trainer, sync) of a one-rank gang. Parametrise indirectly for another strategy."""
+    yield from gang_of_one(bench, request.param)
 
 
 @pytest.fixture
-def pushing_tp2(bench_tp2, one_rank):
-    yield from gang_of_one(bench_tp2)
+def pushing_tp2(bench_tp2, one_rank, request):
+    yield from gang_of_one(bench_tp2, request.param)
 
 
-def gang_of_one(bench):
+def gang_of_one(bench, strategy: str):
+    settings = bench.experiment.sync.model_copy(update={"strategy": strategy})
     trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
     trainer.become(weights(bench.model, 0))
-    sync = WeightSync(bench.experiment, trainer, [bench.engine], RUN_ID)
+    sync = WeightSync(bench.experiment.model_copy(update={"sync": settings}), trainer, [bench.engine], RUN_ID)
     yield trainer, sync
     sync.close()

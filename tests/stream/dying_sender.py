@@ -1,30 +1,42 @@
-"""A sender that dies in the middle of a sync. Arguments: link name, push, buckets to send before it dies; the plan in
-wire form comes on stdin. Prints the port of its store."""
-import json
+"""A trainer of one rank that dies in the middle of a push to an engine.
+
+Arguments: experiment.json, Ray address, name of the engine's actor, step, messages to send before it kills itself.
+"""
 import os
 import signal
 import sys
-import time
+from pathlib import Path
 
-import torch
+import ray
 import torch.distributed as dist
 
-from mrl.receiver.mrl_receiver.gloo import GlooTransport
-from mrl.receiver.mrl_receiver.links import Meeting
-from mrl.receiver.mrl_receiver.wire import Plan
+from mrl.config.schema import Experiment
+from mrl.engine.api import Version
+from mrl.reshard.layout import Layout
+from mrl.stream.links import Links
+from mrl.stream.sync import WeightSync
+from tests.stream.engines import NAMESPACE, RUN_ID
+from tests.stream.tiny import FakeTrainer, weights
 
 
-def main(link: str, push: int, count: int) -> None:
-    plan = Plan.from_wire(json.load(sys.stdin))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print(store.port, flush=True)
-    store.wait([f"{link}/ready/{push}/0"])
-    deadline = time.monotonic() + 60
-    transport = GlooTransport(Meeting(store, "127.0.0.1", link, 0, 0, 2, torch.device("cpu")), deadline)
-    for bucket in plan.buckets[:count]:
-        transport.broadcast(torch.full((bucket.numel,), 0.5), deadline).wait(deadline)
-    os.kill(os.getpid(), signal.SIGKILL)
+def main(config: str, address: str, name: str, step: int, count: int) -> None:
+    experiment = Experiment.model_validate_json(Path(config).read_text())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
+    trainer = FakeTrainer(Path(experiment.model.path), Layout(), Layout().coord(0))
+    trainer.become(weights(trainer.model, step))
+    sync = WeightSync(experiment, trainer, [ray.get_actor(name)], RUN_ID)
+    start, sent = Links.start, []
+
+    def start_some(links, *arguments):
+        if len(sent) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(1)
+        return start(links, *arguments)
+
+    Links.start = start_some
+    sync.push(Version(0, step))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

@@ -10,9 +10,12 @@ import ray
 from mrl.config.schema import Experiment
 from mrl.engine.guard import descendants
 from mrl.engine.server import EngineServer
+from mrl.stream.report import PushReport
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMESPACE = "mrl-tests"
+STRATEGIES = ["broadcast", "multi_sender", "sharded"]
 RUN_ID = "run-under-test"
 
 
@@ -34,11 +37,6 @@ def engine_python(engine: str) -> str:
     return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / engine / "bin" / "python")
 
 
-def actor_name(experiment: Experiment) -> str:
-    """Under which the other processes of a test find the engine's actor: a name is not free again at once."""
-    return f"{experiment.rollout.engine}-tp{experiment.rollout.parallel.tp}"
-
-
 def start_ray() -> Iterator[str]:
     """A Ray on this machine; yields the address under which other processes join it."""
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -53,7 +51,18 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def make_engine(experiment: Experiment, run_dir: Path, **keywords: Any):
+def make_engine(experiment: Experiment, run_dir: Path, name: str, **keywords: Any):
     """Handle of an engine actor that has not been started."""
     actor = ray.remote(num_cpus=0, max_concurrency=1000)(TestableEngine)
-    return actor.options(name=actor_name(experiment)).remote(experiment, 0, RUN_ID, run_dir, **keywords)
+    return actor.options(name=name).remote(experiment, 0, RUN_ID, run_dir, **keywords)
+
+
+def push_from_gang(bench, tmp_path: Path, tp: int, pp: int, dp: int, pushes: int = 2) -> list[PushReport]:
+    """The reports of `pushes` pushes by each strategy, from a gang of processes to the engine on the bench."""
+    config = tmp_path / "experiment.json"
+    config.write_text(bench.experiment.model_dump_json())
+    first = bench.next_step()
+    bench.step = first + len(STRATEGIES) * pushes - 1
+    output = torchrun(ROOT / "tests/stream/push_ranks.py", tp * pp * dp, config, bench.ray_address, bench.name, str(tp),
+                      str(pp), str(first), str(pushes), *STRATEGIES)
+    return [PushReport.from_json(line.split("REPORT ", 1)[1]) for line in output.splitlines() if "REPORT " in line]

@@ -1,4 +1,5 @@
 """The pipeline without a network: what every link gets, when a buffer is used again, and links that break."""
+import json
 import threading
 import time
 
@@ -8,15 +9,17 @@ import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.checksum import checksum, whole
 from mrl.receiver.mrl_receiver.links import LinkError, failed_key
-from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key
+from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key, sums_key
+from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
-from mrl.reshard.params import local_params
-from mrl.reshard.plan import plan_sync
+from mrl.reshard.plan import SyncOptions, plan_sync
 from mrl.reshard.spec import model_spec, read_config
-from mrl.stream.gather import StageBuckets
-from mrl.stream.links import Links, Target
+from mrl.stream.gather import Gatherer
+from mrl.stream.links import Link, Links, Target, seats
 from mrl.stream.pipeline import stream
 from tests.stream.tiny import FakeTrainer, weights
+
+ENGINES = 3
 
 
 class RecordingTransport:
@@ -25,7 +28,7 @@ class RecordingTransport:
     def __init__(self, delay_s: float = 0.0, fail_at: int = -1):
         self.delay_s, self.fail_at, self.received, self.closed = delay_s, fail_at, [], False
 
-    def broadcast(self, flat, deadline):
+    def broadcast(self, flat, deadline, label):
         transport = self
 
         class Pending:
@@ -33,7 +36,7 @@ class RecordingTransport:
                 if len(transport.received) == transport.fail_at:
                     raise LinkError("cut")
                 time.sleep(transport.delay_s)
-                transport.received.append(flat.clone())
+                transport.received.append((flat.clone(), label))
 
         return Pending()
 
@@ -43,93 +46,87 @@ class RecordingTransport:
 
 def target(engine: int, verify: bool = True, connect: bool = False) -> Target:
     return Target(SyncRequest("run", engine, 1, (0, 1), 0, f"link/{engine}", connect, "127.0.0.1", 1, {}, 2, "gloo",
-                              verify, 5.0), workers=2)
+                              verify, 5.0), workers=1)
 
 
-@pytest.fixture
-def stage(model):
-    trainer = FakeTrainer(model, Layout(), Layout().coord(0))
-    trainer.become(weights(model, 1))
-    plan = plan_sync(model_spec(read_config(model)), Layout(), 60_000, "float32", te=False)
-    assert len(plan.buckets) > 4
-    return StageBuckets(list(plan.buckets), trainer.params, None, sender=True, buffers=2)
+class Sender:
+    """The one rank of a gang that broadcasts to engines 0 … ENGINES-1; `transports` are its open links, by engine."""
+
+    def __init__(self, model, targets: list[Target], transports: dict[int, RecordingTransport]):
+        self.targets = targets
+        self.trainer = FakeTrainer(model, Layout(), Layout().coord(0))
+        self.trainer.become(weights(model, 1))
+        self.plan = plan_sync(model_spec(read_config(model)), Layout(), EngineLayout(count=ENGINES),
+                              SyncOptions(60_000, "float32", te=False, strategy="broadcast"))
+        assert len(self.plan.outline) > 4
+        self.gatherer = Gatherer(self.plan, 0, self.trainer.params, frozenset(one.request.engine for one in targets),
+                                 buffers=2)
+        store = dist.HashStore()
+        for one in targets:
+            if one.request.engine in transports:
+                store.set(ready_key(one.request, 0), "1")
+        self.links = Links(0, store, torch.device("cpu"), {
+            engine: Link(1, broadcasts=transport) for engine, transport in transports.items()})
+
+    def stream(self, timeout_s: float = 10.0):
+        return stream(self.gatherer, self.links, seats(self.plan, 0), self.targets, timeout_s)
 
 
-def test_experts_gathered_from_other_ranks_are_refused():
-    spec = model_spec({
-        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 40,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67, "rms_norm_eps": 1e-6, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 28,
-    })
-    layout = Layout(dp=2, ep=2)
-    params = {param.name: torch.zeros(param.shape) for param in local_params(spec, layout, layout.coord(0), te=False)}
-    plan = plan_sync(spec, layout, 60_000, "float32", te=False)
-    with pytest.raises(ValueError, match="buckets of stage 0 are gathered from 1 ranks, experts' from 2"):
-        StageBuckets(list(plan.buckets), params, None, sender=True, buffers=2)
+def received_tensors(transport: RecordingTransport) -> dict:
+    return {part.name: flat[part.offset:part.offset + part.numel].view(part.box_shape)
+            for flat, label in transport.received for part in label.parts}
 
 
-def ready_links(targets, **transports) -> Links:
-    store = dist.HashStore()
-    for each in targets:
-        for worker in range(each.workers):
-            store.set(ready_key(each.request, worker), "1")
-    return Links(0, store, torch.device("cpu"), {int(name[1:]): transport for name, transport in transports.items()})
-
-
-def received_tensors(stage, transport) -> dict:
-    return {item.name: flat[item.offset:item.offset + item.numel].view(item.shape)
-            for bucket, flat in zip(stage.buckets, transport.received) for item in bucket.items}
-
-
-def test_every_link_gets_every_bucket_and_the_checksums_however_slow_it_is(stage, model):
+def test_every_link_gets_every_bucket_and_the_checksums_however_slow_it_is(model):
     fast, slow = RecordingTransport(), RecordingTransport(delay_s=0.02)
-    targets = [target(0), target(1)]
-    sent = stream(stage, ready_links(targets, _0=fast, _1=slow), targets, timeout_s=10)
-    assert sent.errors == {}
+    sender = Sender(model, [target(0), target(1)], {0: fast, 1: slow})
+    sent = sender.stream()
     expected = weights(model, 1)
-    sums = [checksum(expected[item.name], whole(item.shape)) for bucket in stage.buckets for item in bucket.items]
+    assert sent.errors == {} and sent.bytes == 2 * sum(tensor.nbytes for tensor in expected.values())
     for transport in (fast, slow):
-        got = received_tensors(stage, transport)
+        got = received_tensors(transport)
         assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-        assert transport.received[-1].tolist() == sums
+    labels = [label.key for _, label in fast.received]
+    assert labels == [label.key for _, label in slow.received] and len(set(labels)) == len(labels)
+    for one in sender.targets:
+        sums = json.loads(sender.links.store.get(sums_key(one.request, 0)))
+        assert sums == {"direct": {}, "shared": {name: checksum(tensor, whole(tuple(tensor.shape)))
+                                                 for name, tensor in expected.items()}}
 
 
-def test_checksums_go_only_to_links_that_verify(stage):
-    first, second = RecordingTransport(), RecordingTransport()
-    targets = [target(0, verify=False), target(1)]
-    stream(stage, ready_links(targets, _0=first, _1=second), targets, timeout_s=10)
-    assert (len(first.received), len(second.received)) == (len(stage.buckets), len(stage.buckets) + 1)
+def test_checksums_are_left_only_for_engines_that_verify(model):
+    sender = Sender(model, [target(0, verify=False), target(1)], {0: RecordingTransport(), 1: RecordingTransport()})
+    sender.stream()
+    assert [sender.links.store.check([sums_key(one.request, 0)]) for one in sender.targets] == [False, True]
 
 
 @pytest.mark.parametrize("fail_at", [0, 2])
-def test_a_broken_link_is_dropped_and_the_others_go_on(stage, fail_at):
+def test_a_broken_link_is_dropped_and_the_others_go_on(model, fail_at):
     good, bad = RecordingTransport(), RecordingTransport(fail_at=fail_at)
-    targets = [target(0), target(1)]
-    links = ready_links(targets, _0=good, _1=bad)
-    sent = stream(stage, links, targets, timeout_s=10)
-    assert sent.errors == {1: "cut"} and bad.closed and list(links.open) == [0]
-    assert len(good.received) == len(stage.buckets) + 1 and len(bad.received) == fail_at
+    sender = Sender(model, [target(0), target(1)], {0: good, 1: bad})
+    sent = sender.stream()
+    assert sent.errors == {1: "cut"} and bad.closed and list(sender.links.open) == [0]
+    assert len(good.received) == len(sender.plan.outline) and len(bad.received) == fail_at
 
 
-def test_engines_that_refuse_or_never_come_are_left_out(stage):
+def test_engines_that_refuse_or_never_come_are_left_out(model):
     good = RecordingTransport()
-    targets = [target(0), target(1, connect=True), target(2, connect=True)]
-    links = ready_links(targets[:1], _0=good)
-    links.store.set(failed_key("link/1"), "1")
+    sender = Sender(model, [target(0), target(1, connect=True), target(2, connect=True)], {0: good})
+    sender.links.store.set(failed_key("link/1"), "1")
     began = time.monotonic()
-    sent = stream(stage, links, targets, timeout_s=1.0)
+    sent = sender.stream(timeout_s=1.0)
     assert 0.5 <= time.monotonic() - began < 2
     assert sent.errors == {1: "the engine refused the sync", 2: "the engine was not ready within 0.5 s"}
-    assert len(good.received) == len(stage.buckets) + 1
+    assert len(good.received) == len(sender.plan.outline)
 
 
-def test_a_crash_of_the_sender_reaches_the_caller(stage, monkeypatch):
-    monkeypatch.setattr(Links, "broadcast", lambda *_, **__: 1 / 0)
-    result = []
+def test_a_crash_of_the_sender_reaches_the_caller(model, monkeypatch):
+    monkeypatch.setattr(Links, "start", lambda *_: 1 / 0)
+    sender, result = Sender(model, [target(0)], {0: RecordingTransport()}), []
 
     def run():
         with pytest.raises(ZeroDivisionError):
-            stream(stage, ready_links([target(0)], _0=RecordingTransport()), [target(0)], timeout_s=10)
+            sender.stream()
         result.append("raised")
 
     thread = threading.Thread(target=run, daemon=True)
@@ -138,7 +135,16 @@ def test_a_crash_of_the_sender_reaches_the_caller(stage, monkeypatch):
     assert result == ["raised"], "the main thread waits for a buffer for ever"
 
 
-def test_views_follow_parameters_that_have_moved(stage):
-    assert stage.current(stage.params)
-    moved = {name: tensor.clone() for name, tensor in stage.params.items()}
-    assert not stage.current(moved)
+def test_the_memory_beside_the_parameters_is_a_ring_of_slices(model):
+    sender = Sender(model, [target(0)], {0: RecordingTransport()})
+    longest = max(one.nbytes for bucket in sender.plan.outline for one in bucket.slices)
+    assert sender.gatherer.nbytes == 2 * -(-longest // 16) * 16, "a single rank gathers nothing"
+    assert len({share.flat.data_ptr() for share in sender.gatherer.sends}) == 2
+
+
+def test_views_follow_parameters_that_have_moved(model):
+    sender = Sender(model, [target(0)], {0: RecordingTransport()})
+    assert sender.gatherer.current(sender.trainer.params, frozenset({0}))
+    assert not sender.gatherer.current(sender.trainer.params, frozenset({0, 1}))
+    moved = {name: tensor.clone() for name, tensor in sender.trainer.params.items()}
+    assert not sender.gatherer.current(moved, frozenset({0}))

@@ -2,27 +2,40 @@
 import pytest
 
 from mrl.engine.api import EngineClosed, GenerateRequest, Version
+from tests.stream.engines import STRATEGIES, push_from_gang
 from tests.stream.tiny import PROMPT, weights
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("pushing_tp2", STRATEGIES, indirect=True)
 def test_verified_syncs_in_a_row(bench_tp2, pushing_tp2):
     trainer, sync = pushing_tp2
-    for step, verified in ((1, True), (2, False), (3, True)):
-        if step > 1:
+    for verified in (True, False, True):
+        if not verified:
             assert bench_tp2.call("workers", "mrl_scramble", "1") == [{"error": None}] * 2
+        step = bench_tp2.next_step()
         tensors = weights(bench_tp2.model, step)
         trainer.become(tensors)
         report = sync.push(Version(0, step))
-        assert report.errors == {0: None} and report.verified is verified
+        assert report.errors == {0: None} and report.verified is verified and report.unverified == ()
         assert bench_tp2.log_prob_error(tensors) < 1e-4
+    assert sync.options.not_sharded == frozenset(), "the engine's layout is not the one that is planned for"
 
     # One worker whose link is gone spoils the sync for both, and the next push heals both.
     sync.links.close()
-    report = sync.push(Version(0, 4))
+    step = bench_tp2.next_step()
+    report = sync.push(Version(0, step))
     assert "link" in report.errors[0]
-    with pytest.raises(EngineClosed, match="0:4 was not received whole"):
+    with pytest.raises(EngineClosed, match=f"0:{step} was not received whole"):
         bench_tp2.call("generate", GenerateRequest(PROMPT, seed=1, max_tokens=2, temperature=1.0))
-    assert sync.push(Version(0, 4)).ok
+    assert sync.push(Version(0, step)).ok
     assert bench_tp2.log_prob_error(tensors) < 1e-4
+
+
+@pytest.mark.parametrize("tp, pp, dp", [(2, 1, 2), (2, 2, 1)])
+def test_gangs_of_four_ranks(bench_tp2, tmp_path, tp, pp, dp):
+    reports = push_from_gang(bench_tp2, tmp_path, tp, pp, dp)
+    assert [report.verified for report in reports] == [True, False] * len(STRATEGIES)
+    assert all(report.ok and report.unverified == () for report in reports)
+    assert bench_tp2.log_prob_error(weights(bench_tp2.model, bench_tp2.step)) < 1e-4

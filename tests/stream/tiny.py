@@ -1,6 +1,7 @@
 """A tiny Qwen3, its weights at any version, what transformers says about it, and a stand-in for the trainer."""
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def make_model(path: Path) -> Path:
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{VOCAB - 1}").save_pretrained(path)
+    return path
+
+
+def make_moe(path: Path) -> Path:
+    """A directory with the config of a tiny Qwen3-MoE; no tokenizer and no weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28}))
     return path
 
 

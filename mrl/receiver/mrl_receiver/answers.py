@@ -1,4 +1,4 @@
-"""What a worker answers to the gate, the same in every engine: four calls, each a method name and a JSON argument.
+"""What a worker answers to the gate, the same in every engine: five calls, each a method name and a JSON argument.
 
 An engine's own module brings a call to every worker, has it answered here, and brings the answers back.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Collection, Mapping, Optional
 
 import torch
 
@@ -18,10 +18,11 @@ from .wire import SyncRequest
 logger = logging.getLogger(__name__)
 
 
-def make_receiver(model: torch.nn.Module, load: Loader, worker: int, workers: int) -> Receiver:
+def make_receiver(model: torch.nn.Module, load: Loader, worker: int, workers: int,
+                  refresh: Callable[[], None] = lambda: None, derived: Collection[str] = ()) -> Receiver:
     """The Receiver of a worker whose server mrl has started: who it is stands in the environment."""
     return Receiver(model, load, os.environ["MRL_RUN_ID"], int(os.environ["MRL_ENGINE"]),
-                    int(os.environ["MRL_INCARNATION"]), worker, workers)
+                    int(os.environ["MRL_INCARNATION"]), worker, workers, refresh, derived)
 
 
 def answer(receiver: Callable[[], Receiver], method: str, argument: Optional[str] = None) -> dict[str, Any]:
@@ -45,6 +46,10 @@ def _prepare(receiver: Receiver, request: str) -> dict[str, Any]:
     return receiver.prepare(SyncRequest.from_json(request))
 
 
+def _prove(receiver: Receiver, request: str) -> dict[str, Any]:
+    return receiver.prove(SyncRequest.from_json(request))
+
+
 def _receive(receiver: Receiver, request: str) -> dict[str, Any]:
     return receiver.receive(SyncRequest.from_json(request))
 
@@ -57,6 +62,7 @@ def _scramble(receiver: Receiver, seed: str) -> dict[str, Any]:
 METHODS: Mapping[str, Callable[[Receiver, Any], dict[str, Any]]] = {
     "mrl_identity": _identity,  # who the worker is: run id, engine index, incarnation, all as given at start
     "mrl_prepare": _prepare,    # Receiver.prepare of a SyncRequest in JSON
+    "mrl_prove": _prove,        # Receiver.prove of a SyncRequest in JSON
     "mrl_receive": _receive,    # Receiver.receive of a SyncRequest in JSON
     "mrl_scramble": _scramble,  # Receiver.scramble of a seed, for tests
 }

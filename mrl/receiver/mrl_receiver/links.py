@@ -1,7 +1,8 @@
 """Communicators between the senders and one engine's workers, and the store where they meet.
 
-A link has one communicator a sender, outside torch's default process group: rank 0 sends, rank 1 + w is worker w.
-This is what all transports share; each is a class in a file of its own, listed in `transports.py`.
+A link has several, all outside torch's default process group: one a sender that broadcasts (rank 0 sends, rank 1 + w
+is worker w), one for transfers from one rank to another (the senders, then the workers), one among the workers of each
+engine node. This is what all transports share; each is a class in a file of its own, listed in `transports.py`.
 """
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Optional, Protocol
+from typing import Any, Optional, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
 
 SENDER_RANK = 0
+"""Of whoever broadcasts."""
 CONNECT_TIMEOUT_S = 30.0
 """For meeting at the store. Both ends have said that they are ready, so a peer that stays away has died."""
 
@@ -35,25 +37,30 @@ def words(error: Exception) -> str:
     return line.split("] ", 1)[-1].split(". ", 1)[0]
 
 
+def remaining(deadline: float) -> timedelta:
+    """The time until `deadline`, a time.monotonic() value; never zero, which torch takes for no limit."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
 @dataclass(frozen=True)
 class Meeting:
-    """Where and as whom a rank meets the others of one communicator: that of `link` and the sender of `stage`.
+    """Where and as whom a rank meets the others of one communicator: `part` of `link`.
 
-    store: a connection to the weight store at `host`, not shared with a thread that may block in it. device: where the
-    buffers lie.
+    store: a connection to the weight store at `host`, not shared with a thread that may block in it. part: names the
+    communicator within its link. device: where the buffers lie.
     """
 
     store: dist.Store
     host: str
     link: str
-    stage: int
+    part: str
     rank: int
     world_size: int
     device: torch.device
 
     @property
     def name(self) -> str:
-        return f"{self.link}/{self.stage}"
+        return f"{self.link}/{self.part}"
 
     def given_up(self) -> Optional[str]:
         """Why nothing more will come over this link; None while it may."""
@@ -69,26 +76,60 @@ class Meeting:
 
 
 class Pending(Protocol):
-    """A broadcast under way."""
+    """A transfer under way."""
 
     def wait(self, deadline: float) -> None:
         """Return when the buffer may be read or written again. LinkError when it failed or `deadline` passed."""
 
 
-class Transport(Protocol):
-    """One communicator. Buffers are flat and contiguous; both ends know their sizes from the plan.
+@dataclass(frozen=True)
+class PendingAll:
+    """Several transfers as one."""
 
-    `deadline` is a time.monotonic() value.
+    transfers: Sequence[Pending]
+
+    def wait(self, deadline: float) -> None:
+        for transfer in self.transfers:
+            transfer.wait(deadline)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a sent buffer holds, for a transport that writes it down under its name.
+
+    key: names the buffer among all that this gang sends; the same key to several engines means the same bytes.
+    parts: the plan's parts in the buffer (name, shape, box, offset, numel); none in a message that is no weights.
     """
 
-    def broadcast(self, flat: torch.Tensor, deadline: float) -> Pending:
-        """Begin to send `flat` (rank 0) or to receive into it (the others).
+    key: str
+    parts: Sequence[Any] = ()
 
-        It waits for what this thread has queued on its current stream; what other streams do to `flat` must be over.
-        """
+
+class Transport(Protocol):
+    """One communicator. Buffers are flat and contiguous, of any dtype; both ends know their sizes from the plan.
+
+    Ranks give their calls in one common order. A call waits for what this thread has queued on its current stream;
+    what other streams do to the buffer must be over. `deadline` is a time.monotonic() value. All raise LinkError.
+    """
+
+    def broadcast(self, flat: torch.Tensor, deadline: float, label: Optional[Label] = None) -> Pending:
+        """Begin to send `flat`, which holds what `label` says, to everybody (rank 0), or to receive into it."""
+
+    def send(self, flat: torch.Tensor, peer: int, deadline: float, label: Optional[Label] = None) -> Pending:
+        """Begin to send `flat` to rank `peer`, which receives as many bytes."""
+
+    def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> Pending:
+        """Begin to receive into `flat` what rank `peer` sends."""
 
     def close(self) -> None:
         """Give up: everything under way fails, here and at the peers."""
+
+
+class Gathering(Transport, Protocol):
+    """A communicator that can also join slices: what the workers of an engine node need among themselves."""
+
+    def all_gather(self, flat: torch.Tensor, deadline: float) -> Pending:
+        """Begin to fill `flat`, as many equal slices as there are ranks, of which slice `rank` is there already."""
 
 
 def own_stream(device: torch.device) -> AbstractContextManager:
@@ -104,9 +145,8 @@ def finish_stream(device: torch.device) -> None:
 
 def open_store(host: str, port: int, deadline: float) -> dist.TCPStore:
     """A connection of one's own to the store at host:port (a blocking call holds its connection). LinkError."""
-    timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.TCPStore(host, port, is_master=False, timeout=remaining(deadline), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise LinkError(f"no weight store at {host}:{port}: {words(error)}") from error
 

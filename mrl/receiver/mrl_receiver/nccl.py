@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from datetime import timedelta
 from functools import cache
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 
-from .links import CONNECT_TIMEOUT_S, SENDER_RANK, LinkError, Meeting
+from .links import CONNECT_TIMEOUT_S, SENDER_RANK, Label, LinkError, Meeting, remaining
 
 POLL_S = 50e-6
 WATCH_S = 0.2
@@ -48,12 +47,14 @@ def _library() -> ctypes.CDLL:
         nccl = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise LinkError(f"libnccl.so.2 cannot be loaded: {error}") from error
-    pointer = ctypes.c_void_p
+    pointer, count, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     nccl.ncclGetErrorString.restype = nccl.ncclGetLastError.restype = ctypes.c_char_p
     nccl.ncclGetLastError.argtypes = nccl.ncclCommAbort.argtypes = [pointer]
     nccl.ncclCommGetAsyncError.argtypes = [pointer, pointer]
-    nccl.ncclCommInitRankConfig.argtypes = [pointer, ctypes.c_int, _UniqueId, ctypes.c_int, pointer]
-    nccl.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    nccl.ncclCommInitRankConfig.argtypes = [pointer, number, _UniqueId, number, pointer]
+    nccl.ncclBroadcast.argtypes = [pointer, pointer, count, number, number, pointer, pointer]
+    nccl.ncclSend.argtypes = nccl.ncclRecv.argtypes = [pointer, count, number, number, pointer, pointer]
+    nccl.ncclAllGather.argtypes = [pointer, pointer, count, number, pointer, pointer]
     return nccl
 
 
@@ -84,17 +85,20 @@ class NcclTransport:
             self.close()
             raise
 
-    def broadcast(self, flat: torch.Tensor, deadline: float) -> _NcclPending:
-        with torch.cuda.device(self.meeting.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with self.lock:
-                self._require_open()
-                self._launch("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), flat.nbytes, _UINT8, SENDER_RANK,
-                             self.comm, self.stream.cuda_stream)
-            self.poll(self._settled, deadline)  # only now is all of it on the stream
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return _NcclPending(self, done)
+    def broadcast(self, flat: torch.Tensor, deadline: float, label: Optional[Label] = None) -> _NcclPending:
+        return self._enqueue("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), flat.nbytes, _UINT8, SENDER_RANK,
+                             deadline=deadline)
+
+    def send(self, flat: torch.Tensor, peer: int, deadline: float, label: Optional[Label] = None) -> _NcclPending:
+        return self._enqueue("ncclSend", flat.data_ptr(), flat.nbytes, _UINT8, peer, deadline=deadline)
+
+    def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _NcclPending:
+        return self._enqueue("ncclRecv", flat.data_ptr(), flat.nbytes, _UINT8, peer, deadline=deadline)
+
+    def all_gather(self, flat: torch.Tensor, deadline: float) -> _NcclPending:
+        slice_bytes = flat.nbytes // self.meeting.world_size
+        mine = flat.data_ptr() + self.meeting.rank * slice_bytes  # NCCL knows by this that it is in place
+        return self._enqueue("ncclAllGather", mine, flat.data_ptr(), slice_bytes, _UINT8, deadline=deadline)
 
     def close(self) -> None:
         with self.lock:
@@ -119,8 +123,20 @@ class NcclTransport:
                     raise LinkError(f"link {self.meeting.name}: {reason}")
             time.sleep(POLL_S)
 
+    def _enqueue(self, function: str, *arguments, deadline: float) -> _NcclPending:
+        """One operation on the communicator's stream. The first between two ranks waits here for both of them."""
+        with torch.cuda.device(self.meeting.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with self.lock:
+                self._require_open()
+                self._launch(function, *arguments, self.comm, self.stream.cuda_stream)
+            self.poll(self._settled, deadline)  # only now is all of it on the stream
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return _NcclPending(self, done)
+
     def _unique_id(self, deadline: float) -> _UniqueId:
-        """What the sender draws and the others read from the store."""
+        """What rank 0 draws and the others read from the store."""
         key, store = f"{self.meeting.name}/nccl", self.meeting.store
         if self.meeting.rank == SENDER_RANK:
             unique = _UniqueId()
@@ -128,10 +144,10 @@ class NcclTransport:
             store.set(key, bytes(unique))
             return unique
         try:
-            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            store.wait([key], remaining(deadline))
             return _UniqueId.from_buffer_copy(store.get(key))
         except RuntimeError as error:
-            raise LinkError(f"link {self.meeting.name} could not be built: the sender did not come") from error
+            raise LinkError(f"link {self.meeting.name} could not be built: rank {SENDER_RANK} did not come") from error
 
     def _settled(self) -> bool:
         """Whether NCCL has done on the host what it was told. LinkError when it could not."""

@@ -1,90 +1,135 @@
-"""One worker's side of a sync: check, trace, receive, apply, checksum.
+"""One worker's side of a sync: check, trace, prove, receive, apply, checksum.
 
-Knows no particular engine: it is given a model and the loader that belongs to it.
+Knows no particular engine: it is given a model, the loader that belongs to it, and what brings derived tensors up to
+date.
 """
 from __future__ import annotations
 
+import json
 import logging
-import queue
-import threading
 import time
-from typing import Any, Optional
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Callable, Collection, Optional
 
 import torch
+import torch.distributed as dist
 
-from .checksum import checksum
-from .links import LinkError, Meeting, Transport, finish_stream, open_store, own_stream
-from .trace import Loader, Route, TraceError, trace, untouched
-from .transports import TRANSPORTS, connect
-from .wire import Bucket, Holding, Plan, SyncRequest, ready_key
+from .checksum import add, checksum
+from .links import LinkError, failed_key, finish_stream, open_store
+from .proof import unfaithful
+from .routes import Routes, misfits
+from .trace import Loader, Traced, TraceError, trace
+from .transfer import Connections, transfer
+from .transports import TRANSPORTS
+from .wire import Bucket, Holding, Plan, Shape, SyncRequest, ready_key, sums_key
 
 logger = logging.getLogger(__name__)
+
+SUMS_POLL_S = 0.2
+"""Between two questions to the store whether the senders' checksums will still come."""
 
 
 class Refused(RuntimeError):
     """The request is not for this worker, or not for now; nothing has been changed."""
 
 
+@dataclass
+class _Prepared:
+    """A plan that was taken on: what of it this worker receives, where, and how it is put in place. ring: memory of
+    its own; bucket i lies in ring[i mod len(ring)]. proven: its shards have been compared with the loader."""
+
+    plan: Plan
+    buckets: tuple[Bucket, ...]
+    ring: list[torch.Tensor]
+    slots: list[torch.Tensor]
+    routes: Routes
+    proven: bool
+
+
 class Receiver:
     """Receives syncs into `model`. Made once in a worker's life.
 
-    load: the engine's loader of HF tensors. worker: this worker's number, 0 … workers-1. `dirty` is True from the
-    first received byte until all of a sync is in place.
+    load: the engine's loader of HF tensors. refresh: recomputes what the engine derives from parameters, after every
+    sync; derived: the parameters that it makes, which come with no HF tensor. worker: this worker's number, 0 …
+    workers-1. `dirty` is True from the first overwritten parameter until all of a sync is in place.
     """
 
     def __init__(self, model: torch.nn.Module, load: Loader, run_id: str, engine: int, incarnation: int,
-                 worker: int, workers: int):
-        self.model, self.load = model, load
+                 worker: int, workers: int, refresh: Callable[[], None] = lambda: None,
+                 derived: Collection[str] = ()):
+        self.model, self.load, self.refresh, self.derived = model, load, refresh, frozenset(derived)
         self.run_id, self.engine, self.incarnation = run_id, engine, incarnation
         self.worker, self.workers = worker, workers
         self.device = next(model.parameters()).device
         self.dirty = True
         self.accepted: tuple[int, int] = (-1, -1)
-        self.plan: Optional[Plan] = None
-        self.routes: list[Route] = []
-        self.ring: list[torch.Tensor] = []
+        self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+        self.traced = Traced()  # of self.tensors
+        self.prepared: Optional[_Prepared] = None
+        self.prepared_link: Optional[str] = None
         self.link: Optional[str] = None
-        self.transports: dict[int, Transport] = {}
-        self.store = None
+        self.connections: Optional[Connections] = None
+        self.store: Optional[dist.Store] = None
 
     def prepare(self, request: SyncRequest) -> dict[str, Any]:
         """Take on the request's plan: trace it through the loader, writing nothing.
 
-        Returns {"holdings": {HF name: [Holding]}, "opaque": {HF name: why its place is unknown}}, in wire form.
-        Raises Refused or TraceError and keeps the old plan.
+        Returns {"holdings": {HF name: [Holding]}, "opaque": {HF name: why its place is unknown}, "not_sharded":
+        {HF name: why it cannot come as shards}, "proven": whether `prove` has nothing to do}, in wire form. With
+        anything in not_sharded, and when Refused or TraceError is raised, the old plan stays.
         """
         self._check(request)
         plan = Plan.from_wire(request.plan)
-        if self.plan is None or plan.digest != self.plan.digest or request.buffers != len(self.ring):
-            size = -(-plan.max_bytes // 16) * 16  # a multiple of every dtype's size
-            ring = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(request.buffers)]
-            routes = [trace(bucket, _slot(ring, bucket), self.model, self.load) for bucket in plan.buckets]
-            if left_out := untouched(self.model, routes):
+        if plan.workers != self.workers:
+            raise Refused(f"the plan is for {plan.workers} workers; this engine has {self.workers}")
+        if plan.tensor_kinds != self.tensors:
+            traced = trace(plan.tensor_kinds, self.model, self.load)
+            if left_out := [name for name in traced.untouched(self.model) if name not in self.derived]:
                 raise TraceError(f"the engine's parameters {', '.join(left_out[:5])} (of {len(left_out)}) receive "
                                  f"nothing from the plan")
-            self.plan, self.ring, self.routes = plan, ring, routes
-            for route in routes:
-                if route.reason:
-                    logger.warning("bucket %d goes through the engine's loader: %s", route.bucket.index, route.reason)
-        return {"holdings": self._holdings(with_checksums=False), "opaque": self._opaque()}
+            self.tensors, self.traced = plan.tensor_kinds, traced
+        wrong = misfits(plan, self.worker, self.traced)
+        if not wrong:
+            self._take_on(plan, request)
+        return {"holdings": self._holdings(with_checksums=False), "opaque": self.traced.opaque, "not_sharded": wrong,
+                "proven": not wrong and self.prepared.proven}
 
-    def receive(self, request: SyncRequest) -> dict[str, Any]:
-        """Receive all buckets and put them in place. `prepare` has taken on the plan.
+    def prove(self, request: SyncRequest) -> dict[str, Any]:
+        """Compare the prepared plan's shards with the loader; see `proof`. `dirty` from then on.
 
-        Returns {"receive_s", "apply_s"} and, with request.verify, {"holdings", "opaque", "expected": {HF name: the
-        sender's checksum}}. Raises Refused with nothing changed, or another error with `dirty` left True.
+        Returns {"not_sharded": {HF name: what shows that it cannot come as shards}}.
         """
         self._check(request)
-        if self.plan is None:
-            raise Refused("no plan has been prepared")
+        self._require_prepared(request)
+        wrong: dict[str, str] = {}
+        if not self.prepared.proven:
+            self.dirty = True
+            own = self.prepared
+            own.routes.staging.clear()
+            wrong = unfaithful(self.model, self.load, self.refresh, self.tensors, own.buckets, own.slots, own.routes,
+                               own.plan.direct)
+            own.proven = not wrong
+        return {"not_sharded": {name: f"worker {self.worker}: {why}" for name, why in wrong.items()}}
+
+    def receive(self, request: SyncRequest) -> dict[str, Any]:
+        """Receive all buckets and put them in place. `prepare` has taken on the plan for this link.
+
+        Returns {"receive_s", "apply_s"} and, with request.verify, {"holdings", "opaque"}, and on worker 0 "expected":
+        the senders' checksums, in the form of `sums_key`. Raises Refused with nothing changed, or another error with
+        `dirty` left True.
+        """
+        self._check(request)
+        self._require_prepared(request)
         deadline = time.monotonic() + request.deadline_s
         try:
             self._connect(request, deadline)
             self.dirty, self.accepted = True, request.version
             reply: dict[str, Any] = self._transfer(deadline)
             if request.verify:
-                reply["expected"] = self._expected(deadline)
-                reply["holdings"], reply["opaque"] = self._holdings(with_checksums=True), self._opaque()
+                reply["holdings"], reply["opaque"] = self._holdings(with_checksums=True), self.traced.opaque
+                if self.worker == 0:
+                    reply["expected"] = self._expected(request, deadline)
         except BaseException:
             self.close()
             raise
@@ -95,15 +140,15 @@ class Receiver:
         """Overwrite every received element with noise, so that a test can see that a sync restores all of them."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         with torch.no_grad():
-            for route in self.routes:
-                for target in route.targets:
-                    target.uniform_(-1, 1, generator=generator)
+            for homes in self.traced.homes.values():
+                for home in homes:
+                    home.target.uniform_(-1, 1, generator=generator)
 
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""
-        for transport in self.transports.values():
-            transport.close()
-        self.transports, self.link, self.store = {}, None, None
+        if self.connections is not None:
+            self.connections.close()
+        self.connections, self.link, self.store = None, None, None
 
     def _check(self, request: SyncRequest) -> None:
         mine = (self.run_id, self.engine, self.incarnation)
@@ -115,6 +160,27 @@ class Receiver:
         if request.transport not in TRANSPORTS:
             raise Refused(f"transport {request.transport!r} is unknown; known are {', '.join(TRANSPORTS)}")
 
+    def _require_prepared(self, request: SyncRequest) -> None:
+        if self.prepared is None or self.prepared_link != request.link:
+            raise Refused(f"no plan has been prepared for link {request.link}")
+
+    def _take_on(self, plan: Plan, request: SyncRequest) -> None:
+        """Make ring and routes, unless they are there from an earlier link; the old link is of no use any more."""
+        old = self.prepared
+        if old is None or plan.digest != old.plan.digest or request.buffers != len(old.ring):
+            self.close()
+            self.prepared = old = None  # its ring goes before the new one comes
+            buckets = plan.of_worker(self.worker)
+            size = -(-max((bucket.nbytes for bucket in buckets), default=0) // 16) * 16  # fits every dtype
+            ring = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(request.buffers)]
+            slots = [ring[position % len(ring)][:bucket.nbytes].view(bucket.torch_dtype)
+                     for position, bucket in enumerate(buckets)]
+            routes = Routes(buckets, slots, self.traced, self.load)
+            self.prepared = _Prepared(plan, buckets, ring, slots, routes, proven=not plan.direct)
+            for name, reason in self.traced.opaque.items():
+                logger.warning("%s goes through the engine's loader: %s", name, reason)
+        self.prepared_link = request.link
+
     def _connect(self, request: SyncRequest, deadline: float) -> None:
         """Tell the senders that we are ready, and build the link's communicators if we are to."""
         if not request.connect and request.link != self.link:
@@ -124,80 +190,53 @@ class Receiver:
             self.store = open_store(request.store_host, request.store_port, deadline)
         self.store.set(ready_key(request, self.worker), "1")
         if request.connect:
-            for stage in self.plan.stages:
-                self.transports[stage] = connect(request.transport, Meeting(
-                    self.store, request.store_host, request.link, stage, 1 + self.worker, 1 + self.workers,
-                    self.device), deadline)
+            self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
             self.link = request.link
 
     def _transfer(self, deadline: float) -> dict[str, float]:
-        """All buckets: a thread receives bucket i+1 while bucket i is put in place."""
-        free = threading.Semaphore(len(self.ring))
-        arrived: queue.Queue[Bucket | Exception] = queue.Queue()
-        given_up = threading.Event()
-        seconds = {"receive_s": 0.0, "apply_s": 0.0}
+        """All buckets, and then what the engine derives from them."""
+        own = self.prepared
+        own.routes.staging.clear()
 
-        def pump() -> None:
+        def apply(position: int) -> None:
+            own.routes.apply(position)
+            finish_stream(self.device)  # a slot may be received into again only when it has been read
+
+        seconds = transfer(own.buckets, own.slots, len(own.ring), self.connections, apply, deadline)
+        began = time.monotonic()
+        with torch.no_grad():
+            self.refresh()
+        finish_stream(self.device)
+        return {**seconds, "apply_s": seconds["apply_s"] + time.monotonic() - began}
+
+    def _expected(self, request: SyncRequest, deadline: float) -> dict[str, Any]:
+        """What all senders together have sent. LinkError when one of them does not say."""
+        shared: dict[str, int] = {}
+        direct: dict[str, dict[str, int]] = {}
+        for sender in range(self.prepared.plan.senders):
+            sums = json.loads(self._hear(sums_key(request, sender), failed_key(request.link), deadline))
+            for into, given in [(shared, sums["shared"]),
+                                *((direct.setdefault(worker, {}), one) for worker, one in sums["direct"].items())]:
+                for name, value in given.items():
+                    into[name] = add(into.get(name, 0), value)
+        return {"shared": shared, "direct": direct}
+
+    def _hear(self, key: str, failed: str, deadline: float) -> bytes:
+        while True:
             try:
-                with own_stream(self.device):
-                    for bucket in self.plan.buckets:
-                        free.acquire()
-                        if given_up.is_set():
-                            return
-                        began = time.monotonic()
-                        flat = _slot(self.ring, bucket)
-                        self.transports[bucket.stage].broadcast(flat, deadline).wait(deadline)
-                        seconds["receive_s"] += time.monotonic() - began
-                        arrived.put(bucket)
-            except Exception as error:
-                arrived.put(error)
-
-        thread = threading.Thread(target=pump, name="mrl-receive", daemon=True)
-        thread.start()
-        try:
-            for route in self.routes:
-                received = arrived.get()  # the pump always puts something by the deadline
-                if isinstance(received, Exception):
-                    raise received
-                began = time.monotonic()
-                route.apply(_slot(self.ring, received), self.load)
-                finish_stream(self.device)  # a buffer may be received into again only when it has been read
-                seconds["apply_s"] += time.monotonic() - began
-                free.release()
-        except BaseException:  # the pump must neither wait for a buffer for ever nor fill one during a later sync
-            given_up.set()
-            free.release()
-            self.close()
-            raise
-        finally:
-            thread.join()
-        return seconds
-
-    def _expected(self, deadline: float) -> dict[str, int]:
-        """The senders' checksums, their last message on each link."""
-        expected: dict[str, int] = {}
-        for stage in self.plan.stages:
-            names = [item.name for bucket in self.plan.buckets if bucket.stage == stage for item in bucket.items]
-            sums = torch.empty(len(names), dtype=torch.int64, device=self.device)
-            self.transports[stage].broadcast(sums, deadline).wait(deadline)
-            expected.update(zip(names, sums.tolist()))
-        return expected
+                self.store.wait([key], timedelta(seconds=SUMS_POLL_S))
+                return self.store.get(key)
+            except dist.DistStoreError as error:
+                if time.monotonic() > deadline or self.store.check([failed]):
+                    raise LinkError(f"a sender's checksums did not come ({key})") from error
 
     def _holdings(self, with_checksums: bool) -> dict[str, list]:
-        return {name: [Holding(lattice, self._sum(route, lattice, home) if with_checksums else None).to_wire()
-                       for lattice, home in homes]
-                for route in self.routes for name, homes in route.homes.items()}
+        return {name: [Holding(lattice, self._sum(name, lattice, target) if with_checksums else None).to_wire()
+                       for lattice, target in homes]
+                for name, homes in self.traced.homes.items()}
 
-    def _sum(self, route: Route, lattice, home: torch.Tensor) -> int:
-        return checksum(home.to(route.bucket.torch_dtype), lattice)  # a wider home gives back exactly what was sent
-
-    def _opaque(self) -> dict[str, str]:
-        return {item.name: route.reason for route in self.routes if route.reason for item in route.bucket.items}
-
-
-def _slot(ring: list[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-    """The fixed place of a bucket in the ring, as a flat tensor of its dtype."""
-    return ring[bucket.index % len(ring)].view(bucket.torch_dtype)[:bucket.numel]
+    def _sum(self, name: str, lattice, target: torch.Tensor) -> int:
+        return checksum(target.to(self.tensors[name][1]), lattice)  # a wider home gives back exactly what was sent
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -1,20 +1,22 @@
 """Finding out, once, where an engine's own loader puts every element, so that later syncs are plain copies.
 
-`trace` hands the loader views of a receive buffer and watches its copies instead of executing them. What comes out is
-a `Route`: pairs of views (in the buffer, in the engine's parameters) for one `_foreach_copy_` per bucket, and, for
-every HF tensor, which of its elements live where. Nothing is written while tracing, so a plan that the loader refuses
-leaves the engine as it was.
+`trace` hands the loader each HF tensor in a scratch buffer that is never read, and watches its copies instead of
+executing them. What comes out is, for every tensor, which of its elements live where in the model's memory. Nothing is
+written while tracing, so a plan that the loader refuses leaves the engine as it was.
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .wire import Bucket, Item, Lattice
+from .wire import Lattice, Shape
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """The engine's own: takes (HF name, HF tensor) pairs."""
@@ -27,131 +29,189 @@ class TraceError(RuntimeError):
     """The plan does not fit the engine's model."""
 
 
-@dataclass
-class Route:
-    """How one bucket reaches the parameters.
+class Home(NamedTuple):
+    """A view of the model's memory, and which elements of an HF tensor it holds."""
 
-    sources[i] (views of the receive buffer) are copied to targets[i] (views of parameters). `homes[name]` lists, for
-    an HF tensor, the lattices held here with the parameter view holding each. `reason`: why copies alone do not
-    reproduce what the loader does, so that this bucket keeps going through the loader; None: they do.
+    lattice: Lattice
+    target: torch.Tensor
+
+
+@dataclass
+class Traced:
+    """What the loader does with every HF tensor.
+
+    homes: where copies of it go; empty when this worker takes none of it. fills: writes of constants that come with
+    it, as (operation, arguments). opaque: why copies alone do not reproduce the loader, so that the tensor has to go
+    through it. together: the opaque tensors that the loader needs in one call, by each of their names. written:
+    addresses of the storages that receive something.
     """
 
-    bucket: Bucket
-    sources: list[torch.Tensor] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
-    fills: list[tuple[Any, tuple]] = field(default_factory=list)
-    homes: dict[str, list[tuple[Lattice, torch.Tensor]]] = field(default_factory=dict)
-    reason: Optional[str] = None
+    homes: dict[str, list[Home]] = field(default_factory=dict)
+    fills: dict[str, list[tuple[Any, tuple]]] = field(default_factory=dict)
+    opaque: dict[str, str] = field(default_factory=dict)
+    together: dict[str, set[str]] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
 
-    @torch.no_grad()
-    def apply(self, flat: torch.Tensor, load: Loader) -> None:
-        """Put a received bucket into the parameters. `flat` is the buffer that was traced."""
-        if self.reason is None:
-            for operation, arguments in self.fills:
-                operation(*arguments)
-            torch._foreach_copy_(self.targets, self.sources)
-        else:  # clones: such a loader may keep what it was given longer than the buffer holds it
-            load((name, view.clone()) for name, view in self.bucket.views(flat).items())
+    def untouched(self, model: torch.nn.Module) -> list[str]:
+        """Parameters that receive nothing."""
+        return [name for name, parameter in model.named_parameters()
+                if parameter.numel() and _address(parameter) not in self.written]
 
 
-def trace(bucket: Bucket, flat: torch.Tensor, model: torch.nn.Module, load: Loader) -> Route:
-    """The route of `bucket` when it arrives in `flat`. TraceError when the loader refuses a name or a shape."""
-    route = Route(bucket)
-    recorder = _Recorder(route, flat, memory_of(model))
-    current: Optional[Item] = None
+def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Module, load: Loader) -> Traced:
+    """Where the loader puts each of `tensors`, given as (shape, dtype) by HF name.
 
-    def feed() -> Iterable[tuple[str, torch.Tensor]]:
-        nonlocal current
-        for item, view in zip(bucket.items, bucket.views(flat).values()):
-            current = item
-            yield item.name, view
-
+    Needs as much memory as the largest of them while it runs. TraceError when the loader refuses a name or a shape,
+    and when the model would hold a tensor in a narrower dtype.
+    """
+    device = next(model.parameters()).device
+    nbytes = max(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
+    recorder = _Recorder(torch.empty(nbytes, dtype=torch.uint8, device=device), memory_of(model))
     try:
-        with torch.no_grad(), recorder:
-            load(feed())
+        with torch.no_grad(), recorder, _in_this_thread():
+            load(recorder.feed(tensors))
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"the engine's loader refuses {current.name} of shape {list(current.shape)}: "
-                         f"{type(error).__name__}: {error}") from error
-    return route
+        raise TraceError(f"the engine's loader refuses {recorder.current} of shape "
+                         f"{list(tensors[recorder.current][0])}: {type(error).__name__}: {error}") from error
+    return recorder.result()
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Within the block thread pools work at once in the thread that asks them: a dispatch mode sees no other's copies,
+    and SGLang's loaders copy in pools."""
+    def submit(_: ThreadPoolExecutor, function: Callable, /, *arguments: Any, **keywords: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    with patch.object(ThreadPoolExecutor, "submit", submit):
+        yield
 
 
 def memory_of(model: torch.nn.Module) -> dict[int, str]:
     """Name of a parameter or buffer, by the address of its storage."""
     named = [*model.named_buffers(), *model.named_parameters()]
-    return {tensor.untyped_storage().data_ptr(): name for name, tensor in named if tensor.numel()}
+    return {_address(tensor): name for name, tensor in named if tensor.numel()}
 
 
-def untouched(model: torch.nn.Module, routes: list[Route]) -> list[str]:
-    """Parameters that no route writes to; empty when some bucket's writes cannot be seen."""
-    if any(route.reason for route in routes):
-        return []
-    written = {target.untyped_storage().data_ptr() for route in routes for target in route.targets}
-    return [name for name, parameter in model.named_parameters()
-            if parameter.numel() and parameter.untyped_storage().data_ptr() not in written]
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every write to the model's memory and does not execute it."""
+    """Notes every write to the model's memory and does not execute it.
 
-    def __init__(self, route: Route, flat: torch.Tensor, memory: dict[int, str]):
+    All HF tensors lie in the same scratch memory, so which one a view there belongs to is known by the view itself:
+    `origins` has the names behind it. What the loader computes from them lies in memory of its own: `computed` has the
+    names behind that, by address. Every allocation passes through here, so an address that is used again is seen.
+    """
+
+    def __init__(self, scratch: torch.Tensor, memory: dict[int, str]):
         super().__init__()
-        self.route, self.flat, self.memory = route, flat, memory
-        self.buffer = flat.untyped_storage().data_ptr()
-        self.offsets = [item.offset for item in route.bucket.items]
+        self.scratch, self.memory, self.traced = scratch, memory, Traced()
+        self.origins = WeakTensorKeyDictionary()
+        self.computed: dict[int, frozenset[str]] = {}
+        self.current = ""
+
+    def feed(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the loader is given."""
+        for name, (shape, dtype) in tensors.items():
+            self.current = name
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            tensor = self.scratch[:nbytes].view(dtype).view(shape)
+            self.origins[tensor] = frozenset([name])
+            yield name, tensor
+
+    def result(self) -> Traced:
+        """What was noted; an opaque tensor is left to the loader whole."""
+        for name in self.traced.opaque:
+            self.traced.homes.pop(name, None)
+            self.traced.fills.pop(name, None)
+        return self.traced
 
     def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
         keywords = keywords or {}
-        target = self._written(operation, arguments, keywords)
+        given = [*_tensors(arguments), *_tensors(keywords.values())]
+        names = frozenset().union(*(self._names(tensor) for tensor in given))
+        written = self._written(operation, arguments, keywords)
+        target = next((tensor for tensor in written if _address(tensor) in self.memory), None)
         if target is not None:
-            if operation is _aten.copy_.default:
-                self._copy(target, arguments[1])
-            elif operation in _FILLS:
-                self.route.fills.append((operation, tuple(arguments)))
-            else:
-                self._impure(f"writes {self._name(target)} with {operation}")
+            self._write(operation, target, arguments, names)
             return target
-        if operation is _aten._local_scalar_dense.default and self._in_buffer(arguments[0]):
-            self._impure("reads single values")
-        return operation(*arguments, **keywords)
+        if operation is _aten._local_scalar_dense.default and names:
+            self._opaque(names, "reads single values")
+        results = operation(*arguments, **keywords)
+        addresses = {_address(tensor) for tensor in given}
+        for tensor in _tensors([results, written]):
+            if _address(tensor) == _address(self.scratch):
+                self.origins[tensor] = names
+            elif _address(tensor) not in addresses:
+                self.computed[_address(tensor)] = names
+            elif any(tensor is one for one in written):
+                self.computed[_address(tensor)] = names | self._names(tensor)
+        return results
 
-    def _written(self, operation, arguments, keywords) -> Optional[torch.Tensor]:
-        """The model's tensor that `operation` writes to, if any."""
+    def _names(self, tensor: torch.Tensor) -> frozenset[str]:
+        """The HF tensors behind a tensor."""
+        if _address(tensor) == _address(self.scratch):
+            return self.origins.get(tensor, frozenset([self.current] if self.current else []))
+        return self.computed.get(_address(tensor), frozenset())
+
+    def _written(self, operation, arguments, keywords) -> list[torch.Tensor]:
+        """The tensors that `operation` writes to."""
         if not operation._schema.is_mutable:
-            return None
+            return []
+        written = []
         for position, argument in enumerate(operation._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = arguments[position] if position < len(arguments) else keywords.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self.memory:
-                        return tensor
-        return None
+                written.append(arguments[position] if position < len(arguments) else keywords.get(argument.name))
+        return [*_tensors(written)]
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not self._in_buffer(source) or source.dtype != self.flat.dtype:
-            return self._impure(f"converts what it copies to {self._name(target)}")
+    def _write(self, operation, target: torch.Tensor, arguments: tuple, names: frozenset[str]) -> None:
+        if operation in _FILLS and not names:
+            self.traced.fills.setdefault(self.current, []).append((operation, tuple(arguments)))
+            return
+        self.traced.written.add(_address(target))
+        if operation is _aten.copy_.default:
+            self._copy(target, arguments[1], names or frozenset([self.current]))
+        else:
+            self._opaque(names or frozenset([self.current]), f"writes {self._name(target)} with {operation}")
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, names: frozenset[str]) -> None:
+        if _address(source) != _address(self.scratch) or len(names) > 1:
+            return self._opaque(names, f"converts what it copies to {self._name(target)}")
+        (name,) = names
         numel, source = source.numel(), source.expand(target.shape)  # raises where the copy itself would have
         if numel != target.numel():
-            return self._impure(f"repeats elements in {self._name(target)}")
-        start = source.storage_offset() - self.flat.storage_offset()
-        item = self.route.bucket.items[bisect_right(self.offsets, start) - 1]
+            return self._opaque(names, f"repeats elements in {self._name(target)}")
         if torch.promote_types(source.dtype, target.dtype) != target.dtype:
-            raise TraceError(f"{item.name} is sent as {source.dtype}, but the engine holds it as {target.dtype} in "
+            raise TraceError(f"{name} is sent as {source.dtype}, but the engine holds it as {target.dtype} in "
                              f"{self._name(target)}: precision would be lost; give both the same model.dtype")
-        lattice = (start - item.offset, tuple(source.shape), tuple(source.stride()))
-        last = lattice[0] + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
-        if not 0 <= lattice[0] <= last < item.numel:
-            return self._impure(f"copies across tensors to {self._name(target)}")
-        self.route.sources.append(source)
-        self.route.targets.append(target)
-        self.route.homes.setdefault(item.name, []).append((lattice, target))
-
-    def _in_buffer(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self.buffer
+        lattice = (source.storage_offset(), tuple(source.shape), tuple(source.stride()))
+        self.traced.homes.setdefault(name, []).append(Home(lattice, target))
 
     def _name(self, tensor: torch.Tensor) -> str:
-        return self.memory[tensor.untyped_storage().data_ptr()]
+        return self.memory[_address(tensor)]
 
-    def _impure(self, what: str) -> None:
-        self.route.reason = self.route.reason or f"the engine's loader {what}"
+    def _opaque(self, names: frozenset[str], what: str) -> None:
+        group: Optional[set[str]] = set(names)
+        for name in names:
+            self.traced.opaque.setdefault(name, f"the engine's loader {what}")
+            group |= self.traced.together.get(name, set())
+        for name in group:
+            self.traced.together[name] = group

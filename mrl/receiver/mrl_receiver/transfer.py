@@ -1,0 +1,132 @@
+"""A worker's communicators, and the threads that bring the next buckets in while one is put in place."""
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from contextlib import ExitStack
+from typing import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .links import LinkError, Meeting, Transport, own_stream
+from .transports import connect
+from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, SyncRequest
+
+
+class Connections:
+    """The worker's end of one link: what `plan` needs of it. All ranks build theirs in the order below."""
+
+    def __init__(self, plan: Plan, worker: int, request: SyncRequest, store: dist.Store, device: torch.device,
+                 deadline: float):
+        """LinkError when a peer stays away."""
+        def build(part: str, rank: int, world_size: int) -> Transport:
+            transport = connect(request.transport, Meeting(store, request.store_host, request.link, part, rank,
+                                                           world_size, device), deadline)
+            unfinished.callback(transport.close)
+            self.all.append(transport)
+            return transport
+
+        self.senders, self.node = plan.senders, plan.node
+        self.place = worker % plan.node
+        self.all: list[Transport] = []
+        with ExitStack() as unfinished:
+            self.broadcasts = {sender: build(BROADCAST.format(sender), 1 + worker, 1 + plan.workers)
+                               for sender in plan.broadcasters}
+            self.peers = build(PEERS, plan.senders + worker, plan.senders + plan.workers) \
+                if plan.point_to_point else None
+            self.neighbours = build(NODE.format(worker // plan.node), self.place, plan.node) \
+                if plan.gathers else None
+            unfinished.pop_all()
+
+    def arrive(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
+        """Receive what comes from a sender into its place in `flat`. LinkError."""
+        place = self.place if bucket.mode == "slices" else 0
+        one = bucket.slices[place]
+        mine = flat[place * bucket.slice_numel:][:one.numel]
+        if one.numel and bucket.mode == "broadcast":
+            self.broadcasts[one.sender].broadcast(mine, deadline).wait(deadline)
+        elif one.numel:
+            self.peers.receive(mine, one.sender, deadline).wait(deadline)
+
+    def join(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
+        """Receive the other slices from the workers of this node. LinkError."""
+        if bucket.mode == "slices" and self.neighbours is not None:
+            self.neighbours.all_gather(flat, deadline).wait(deadline)
+
+    def close(self) -> None:
+        """Give up; the peers' ends fail too."""
+        for transport in self.all:
+            transport.close()
+
+
+class _Stage(threading.Thread):
+    """Does its work on every position that comes, and hands it on; an error is handed on in its place."""
+
+    def __init__(self, work: Callable[[int], None], coming: Iterable[int | Exception], device: torch.device):
+        super().__init__(name="mrl-receive", daemon=True)
+        self.work, self.coming, self.device = work, coming, device
+        self.done: queue.Queue[int | Exception] = queue.Queue()
+
+    def run(self) -> None:
+        try:
+            with own_stream(self.device):
+                for position in self.coming:
+                    if isinstance(position, Exception):
+                        raise position
+                    self.work(position)
+                    self.done.put(position)
+        except Exception as error:
+            self.done.put(error)
+
+
+def transfer(buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], ring: int, connections: Connections,
+             apply: Callable[[int], None], deadline: float) -> dict[str, float]:
+    """Receive every bucket into its slot and `apply(position)` it, in order, in this thread.
+
+    Slots `ring` positions apart share their memory: one is received into again only when apply has returned.
+    Meanwhile one thread receives the next buckets and another joins slices. Returns the seconds of waiting for senders
+    ("receive_s") and of apply ("apply_s"). When anything fails the connections are closed and the error is raised.
+    """
+    free, given_up = threading.Semaphore(ring), threading.Event()
+    seconds = {"receive_s": 0.0, "apply_s": 0.0}
+
+    def turns() -> Iterator[int]:
+        for position in range(len(buckets)):
+            free.acquire()
+            if given_up.is_set():
+                raise LinkError("the sync was given up")
+            yield position
+
+    def arrive(position: int) -> None:
+        began = time.monotonic()
+        connections.arrive(buckets[position], slots[position], deadline)
+        seconds["receive_s"] += time.monotonic() - began
+
+    device = slots[0].device
+    stages = [_Stage(arrive, turns(), device)]
+    if connections.neighbours is not None:
+        arrived = stages[0].done
+        stages.append(_Stage(lambda position: connections.join(buckets[position], slots[position], deadline),
+                             (arrived.get() for _ in buckets), device))
+    for stage in stages:
+        stage.start()
+    try:
+        for _ in buckets:
+            position = stages[-1].done.get()  # the threads always put something by the deadline
+            if isinstance(position, Exception):
+                raise position
+            began = time.monotonic()
+            apply(position)
+            seconds["apply_s"] += time.monotonic() - began
+            free.release()
+    except BaseException:  # no thread may wait for a slot for ever, nor fill one during a later sync
+        given_up.set()
+        free.release()
+        connections.close()
+        raise
+    finally:
+        for stage in stages:
+            stage.join()
+    return seconds

@@ -1,0 +1,59 @@
+"""Keeps vLLM's CPU backend from computing with stale weights; never used on GPUs.
+
+Its layers compute from repacked copies made when a model is loaded and drop the original, so weights received later
+would never be used. Here they compute from the parameters themselves: slower, but right after every sync.
+"""
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers import linear, utils
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+}
+
+
+def keep_plain_weights() -> None:
+    """To be called in every worker before its model is built."""
+    for module in (utils, linear):
+        if hasattr(module, "dispatch_cpu_unquantized_gemm"):
+            module.dispatch_cpu_unquantized_gemm = _keep_plain_weight
+    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _keep_plain_experts
+    cpu_moe.cpu_fused_moe = fused_experts
+
+
+def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = functional.linear
+
+
+def _keep_plain_experts(experts, layer: torch.nn.Module) -> None:
+    experts._use_zentorch = False
+
+
+def fused_experts(output: torch.Tensor, hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+                  bias13: Optional[torch.Tensor], bias2: Optional[torch.Tensor], weights: torch.Tensor,
+                  experts: torch.Tensor, activation: str, isa: str, weighted: bool) -> None:
+    """vLLM's `cpu_fused_moe`, in plain torch.
+
+    output, hidden: [tokens, hidden size]; w13: [experts, 2 * intermediate, hidden size], gate above up; w2: [experts,
+    hidden size, intermediate]; weights, experts: [tokens, top k]; weighted: `hidden` carries the weights already.
+    """
+    if activation not in _ACTIVATIONS:
+        raise NotImplementedError(f"experts with the activation {activation!r} on the CPU; known are "
+                                  f"{', '.join(_ACTIVATIONS)}")
+    output.zero_()
+    for expert in experts.unique().tolist():
+        tokens, places = (experts == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(hidden[tokens], w13[expert],
+                                     None if bias13 is None else bias13[expert]).chunk(2, -1)
+        result = functional.linear(_ACTIVATIONS[activation](gate) * up, w2[expert],
+                                   None if bias2 is None else bias2[expert])
+        if not weighted:
+            result = result * weights[tokens, places, None].to(result.dtype)
+        output.index_add_(0, tokens, result.to(output.dtype))

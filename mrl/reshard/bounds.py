@@ -1,0 +1,46 @@
+"""Seconds a plan takes on a described network: a bound that nothing beats, and what is to be expected.
+
+With B(x) the bytes that x sends or takes in one sync, and NIC and NVLINK the bandwidths of one GPU:
+
+    send      max over ranks    B(rank to engines) / NIC
+    receive   max over workers  B(worker from trainers) / NIC
+    gather    max over ranks    B(rank from the others of its gather group) / NVLINK, or NIC where a group spans nodes
+    pass on   max over workers  B(worker from the others of its node) / NVLINK
+
+All four go on at once, so that the largest is the bound. Expected is more: every message costs the latency, the pipeline
+has to fill with a bucket that is gathered and to drain with one that is passed on, and the broadcasts of several engines
+leave through the one sender whose turn it is.
+"""
+from __future__ import annotations
+
+from mrl.reshard.network import Network
+from mrl.reshard.schedule import Schedule
+
+_GB = 1e9
+
+
+def lower_bound_s(schedule: Schedule, itemsize: int, network: Network) -> float:
+    """Seconds that no execution can beat. `itemsize`: bytes of an element."""
+    totals = schedule.totals
+    nic, nvlink = network.nic_gb_s * _GB / itemsize, network.nvlink_gb_s * _GB / itemsize
+    return max(totals.sent.max() / nic, totals.received.max() / nic,
+               totals.gathered.max() / (nvlink if _gathers_inside_nodes(schedule, network) else nic),
+               totals.passed_on.max() / nvlink)
+
+
+def predicted_s(schedule: Schedule, itemsize: int, network: Network) -> float:
+    """Seconds to be expected. `itemsize`: bytes of an element."""
+    totals = schedule.totals
+    nic, nvlink = network.nic_gb_s * _GB / itemsize, network.nvlink_gb_s * _GB / itemsize
+    wire = lower_bound_s(schedule, itemsize, network)
+    if schedule.strategy == "broadcast":
+        wire = max(wire, totals.received.max() * schedule.engines.count / nic)
+    messages = max(totals.sends.max(), totals.receives.max()) * network.latency_s
+    steps = [step for track in schedule.tracks for step in track.steps]
+    largest = max(sum(load.numel for load in step.loads) for step in steps)
+    return wire + messages + 2 * largest / nvlink
+
+
+def _gathers_inside_nodes(schedule: Schedule, network: Network) -> bool:
+    """Whether every gather group stays on one trainer node."""
+    return all(network.gpus_per_node % group.size == 0 for group in schedule.groups)

@@ -1,0 +1,100 @@
+"""What slices carry: boxes of the tensors of one gather group, packed up to a size or dealt out evenly."""
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Sequence
+
+from mrl.reshard.boxes import Box, cut, numel, pieces_of
+
+Item = tuple[int, int, Box]
+"""A box of an HF tensor of a gather group: number of the parameter in the group, of the tensor in its rule, and box."""
+Items = tuple[Item, ...]
+
+_WASTE = 1.1  # how much longer than its even share the longest slice may be for the sake of whole tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The contents of one slice, whichever replica it comes from. `group`: number of the gather group in the plan."""
+
+    group: int
+    items: Items
+    numel: int
+
+
+def size(items: Sequence[Item]) -> int:
+    """Elements of all boxes."""
+    return sum(numel(box) for _, _, box in items)
+
+
+def fill(items: Sequence[Item], limit: int) -> list[Items]:
+    """Consecutive items of at most `limit` elements together. Only a tensor that alone has more is cut, by rows."""
+    loads: list[Items] = []
+    load: list[Item] = []
+    filled = 0
+    for parameter, tensor, box in items:
+        for part in pieces_of(box, limit):
+            if load and filled + numel(part) > limit:
+                loads.append(tuple(load))
+                load, filled = [], 0
+            load.append((parameter, tensor, part))
+            filled += numel(part)
+    return [*loads, tuple(load)] if load else loads
+
+
+def deal(items: Sequence[Item], limit: int, multiple: int, smallest: int) -> list[Items]:
+    """Consecutive items in loads of about the same size and at most `limit` elements, as many as a multiple of `multiple`.
+
+    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, and whole tensors
+    below `limit`, where that many would have fewer than `smallest` elements each.
+    """
+    total = size(items)
+    count = _round_up(-(-total // limit), multiple)
+    if total < count * smallest:
+        return fill(items, min(limit, max(smallest, -(-total // max(1, total // smallest)))))
+    whole = fill(items, limit)
+    if max(map(size, whole)) * _round_up(len(whole), multiple) <= _WASTE * total:
+        return whole
+    while True:
+        loads = _even(items, count)
+        if max(map(size, loads)) <= limit:
+            return loads
+        count += multiple
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _even(items: Sequence[Item], count: int) -> list[Items]:
+    """At most `count` loads whose sizes differ by less than a row."""
+    rest = size(items)
+    share = max(1, rest // count)
+    left = deque((parameter, tensor, part) for parameter, tensor, box in items for part in _rows_below(box, share))
+    loads: list[Items] = []
+    while left:
+        room = -(-rest // max(1, count - len(loads)))
+        load: list[Item] = []
+        while left and room:
+            parameter, tensor, box = left.popleft()
+            head, tail = cut(box, room)
+            if head is not None:
+                load.append((parameter, tensor, head))
+                room -= numel(head)
+                rest -= numel(head)
+            if tail is not None:
+                left.appendleft((parameter, tensor, tail))
+                break
+        loads.append(tuple(load))
+    return loads
+
+
+def _rows_below(box: Box, elements: int) -> list[Box]:
+    """A box whose rows have at most `elements`, or its rows, taken apart until theirs have."""
+    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if dim is None or numel(box[dim + 1:]) <= elements:
+        return [box]
+    start, stop = box[dim]
+    rows = [(*box[:dim], (at, at + 1), *box[dim + 1:]) for at in range(start, stop)]
+    return [part for one in rows for part in _rows_below(one, elements)]

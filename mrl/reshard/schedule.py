@@ -1,0 +1,177 @@
+"""The steps of one engine repeated for all: the order of all buckets, the replicas they come from, and sums over them.
+
+Every engine gets every step, on replicas of its own where there are enough. Bucket number `slot * lanes + lane` is what
+engine `lane` does at `slot`: all engines go through the tracks at the same pace, each from another start. A broadcast has
+one lane for all engines.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from mrl.reshard.buckets import Mode
+from mrl.reshard.engine_layout import EngineLayout
+from mrl.reshard.params import GatherGroup
+from mrl.reshard.strategy import Step, Track, interleave, turn_order
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tracks of `strategy`, for all engines of a layout."""
+
+    strategy: str
+    groups: Sequence[GatherGroup]
+    tracks: Sequence[Track]
+    engines: EngineLayout
+
+    @property
+    def lanes(self) -> int:
+        """Engines, or 1 where all get the same buckets."""
+        return 1 if self.strategy == "broadcast" else self.engines.count
+
+    def mode(self, step: Step) -> Mode:
+        """How the bucket of a step travels."""
+        if step.worker is not None:
+            return "direct"
+        return "broadcast" if self.strategy == "broadcast" else "slices"
+
+    def copies(self, step: Step) -> int:
+        """How often the sender of a slice sends it: to how many workers, or by broadcast to how many engines."""
+        counts = {"direct": 1, "broadcast": self.engines.count, "slices": self.engines.world // self.engines.node}
+        return counts[self.mode(step)]
+
+    @cached_property
+    def slots(self) -> list[tuple[int, int]]:
+        """By slot, the track and the place in it."""
+        return interleave([[(number, at) for at in range(len(track.steps))] for number, track in enumerate(self.tracks)])
+
+    @cached_property
+    def _slot_of(self) -> list[list[int]]:
+        """By track and place in it, the slot."""
+        slots = [[0] * len(track.steps) for track in self.tracks]
+        for slot, (track, at) in enumerate(self.slots):
+            slots[track][at] = slot
+        return slots
+
+    def targets(self, lane: int) -> tuple[int, ...]:
+        """The engines of a lane."""
+        return tuple(range(self.engines.count)) if self.strategy == "broadcast" else (lane,)
+
+    @property
+    def length(self) -> int:
+        """Number of buckets."""
+        return len(self.slots) * self.lanes
+
+    def at(self, index: int) -> tuple[Step, int]:
+        """The step and the lane of one bucket. IndexError beyond the last."""
+        if not 0 <= index < self.length:
+            raise IndexError(f"bucket {index} is not in 0…{self.length - 1}")
+        slot, lane = divmod(index, self.lanes)
+        number, at = self.slots[slot]
+        track = self.tracks[number]
+        return track.steps[(at + self._shift(track, lane)) % len(track.steps)], lane
+
+    def of_lane(self, lane: int) -> range:
+        """The buckets of one lane, in order."""
+        return range(lane, self.length, self.lanes)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The buckets in which a trainer rank takes part, in order."""
+        mine = {number: (rank - group.first) // group.stride for number, group in enumerate(self.groups)
+                if group.first <= rank and (rank - group.first) % group.stride < group.size
+                and (rank - group.first) // group.stride < group.replicas}
+        found = []
+        for number, track in enumerate(self.tracks):
+            taken = [(at, step) for at, step in enumerate(track.steps)
+                     if any(load.numel and load.group in mine for load in step.loads)]
+            for lane in range(self.lanes):
+                shift = self._shift(track, lane)
+                for at, step in taken:
+                    first = self.block(step, lane) * step.block
+                    if any(load.numel and mine.get(load.group) == first + replica
+                           for load, (replica, _) in zip(step.loads, step.senders)):
+                        slot = self._slot_of[number][(at - shift) % len(track.steps)]
+                        found.append(slot * self.lanes + lane)
+        return sorted(found)
+
+    def block(self, step: Step, lane: int) -> int:
+        """The block of replicas that a lane takes a step from: lanes and turns are spread evenly over all blocks."""
+        place = 2 * lane * step.turns + 2 * turn_order(step.turn, step.turns) + 1
+        return place * step.blocks // (2 * step.turns * self.lanes)
+
+    def replicas(self, step: Step, lane: int) -> Iterator[int]:
+        """The replica of every slice's group."""
+        first = self.block(step, lane) * step.block
+        return (first + replica for replica, _ in step.senders)
+
+    def senders(self, lane: int) -> tuple[int, ...]:
+        """The ranks that send to a lane, ascending."""
+        found = set()
+        for track in self.tracks:
+            for step in track.steps:
+                found.update((load.group, replica, rank) for load, replica, (_, rank)
+                             in zip(step.loads, self.replicas(step, lane), step.senders) if load.numel)
+        return tuple(sorted({self.groups[group].ranks(replica)[rank] for group, replica, rank in found}))
+
+    def _shift(self, track: Track, lane: int) -> int:
+        """Steps by which a lane is ahead of slot 0: lanes that share replicas are spread over `track.spread` steps."""
+        among = lane * track.steps[0].blocks % self.lanes
+        return track.start + among * track.spread // self.lanes
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Elements and messages of every rank and worker."""
+        return _totals(self)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a whole sync. By global rank: elements sent to engines, messages, elements received in gathers. By worker
+    of an engine: elements received from trainers, messages, elements received from the other workers of its node."""
+
+    sent: np.ndarray
+    sends: np.ndarray
+    gathered: np.ndarray
+    received: np.ndarray
+    receives: np.ndarray
+    passed_on: np.ndarray
+
+
+def _totals(schedule: Schedule) -> Totals:
+    steps = [step for track in schedule.tracks for step in track.steps]
+    slices = [(at, schedule.groups[load.group], load.numel, replica, rank)
+              for at, step in enumerate(steps) for load, (replica, rank) in zip(step.loads, step.senders) if load.numel]
+    of_step, numel, replica = (np.array([entry[i] for entry in slices], dtype=np.int64) for i in (0, 2, 3))
+    first = np.array([group.first + rank for _, group, _, _, rank in slices], dtype=np.int64)
+    stride = np.array([group.stride for _, group, *_ in slices], dtype=np.int64)
+    others = np.array([(group.size - 1) * numel // group.size for _, group, numel, *_ in slices], dtype=np.int64)
+    copies = np.array([schedule.copies(steps[at]) for at, *_ in slices], dtype=np.int64)
+    layout = schedule.groups[0].layout
+    sent, sends, gathered = (np.zeros(layout.world, dtype=np.int64) for _ in range(3))
+    block, blocks, turn, turns = (
+        np.array(values, dtype=np.int64) for values in zip(*(
+            (step.block, step.blocks, turn_order(step.turn, step.turns), step.turns) for step in steps)))
+    for lane in range(schedule.lanes):
+        chosen = (2 * lane * turns + 2 * turn + 1) * blocks // (2 * turns * schedule.lanes) * block
+        ranks = first + (chosen[of_step] + replica) * stride
+        np.add.at(sent, ranks, numel * copies)
+        np.add.at(sends, ranks, copies)
+        np.add.at(gathered, ranks, others)
+    return Totals(sent, sends, gathered, *_worker_totals(schedule, steps))
+
+
+def _worker_totals(schedule: Schedule, steps: list[Step]) -> tuple[np.ndarray, ...]:
+    """The last three of `Totals`."""
+    world, node = schedule.engines.world, schedule.engines.node
+    received, receives, passed_on = (np.zeros(world, dtype=np.int64) for _ in range(3))
+    for step in steps:
+        mode = schedule.mode(step)
+        for at, load in enumerate(step.loads):
+            workers = {"direct": step.worker, "broadcast": slice(None), "slices": slice(at, None, node)}[mode]
+            received[workers] += load.numel
+            receives[workers] += load.numel > 0
+        if mode == "slices":
+            passed_on += (node - 1) * max(load.numel for load in step.loads)
+    return received, receives, passed_on

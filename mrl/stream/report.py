@@ -1,0 +1,64 @@
+"""What a push says about itself: each rank's account, and the report that all of them get."""
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Optional
+
+
+@dataclass
+class Sent:
+    """What one rank did in a push: seconds of gathering and of sending, the bytes that it sent (a broadcast counts once
+    an engine), and the engines that its links lost, with the reason."""
+
+    gather_s: float = 0.0
+    send_s: float = 0.0
+    bytes: int = 0
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Sent":
+        fields = json.loads(text)
+        return cls(**{**fields, "errors": {int(engine): why for engine, why in fields["errors"].items()}})
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """How one push went. Times in seconds: whole, slowest gathering rank, slowest sender, slowest engine worker's
+    copying into its parameters; `bytes` were sent to all engines together, by `strategy`.
+
+    errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
+    could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
+    succeeded in this push had its checksums compared. unverified: HF tensors that could not be, because the engine's
+    loader transforms them.
+    """
+
+    version: str
+    strategy: str
+    seconds: float
+    gather_s: float
+    send_s: float
+    load_s: float
+    bytes: int
+    errors: dict[int, Optional[str]]
+    absent: dict[int, str]
+    verified: bool
+    unverified: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every engine asked now serves the version."""
+        return not self.absent and not any(self.errors.values())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PushReport":
+        fields = json.loads(text)
+        by_engine = {name: {int(engine): text for engine, text in fields[name].items()}
+                     for name in ("errors", "absent")}
+        return cls(**{**fields, **by_engine, "unverified": tuple(fields["unverified"])})

@@ -1,0 +1,113 @@
+"""Models whose tensors vLLM stacks, or derives others from: right after every sync, whole or as shards."""
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+
+from mrl.engine.api import GenerateRequest
+from mrl.engine.server import EngineServer
+from tests.receiver.senders import Senders
+from tests.receiver.toy import Draft
+from tests.stream.tiny import PROMPT, VOCAB, make_experiment, make_model
+
+pytestmark = pytest.mark.slow
+
+COMMON = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+              num_attention_heads=4, num_experts_per_tok=2, max_position_embeddings=128, tie_word_embeddings=False,
+              eos_token_id=VOCAB - 1)
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, num_key_value_heads=2, head_dim=32, num_experts=4),
+    # vLLM's CPU kernel for MLA knows one size: 512 latent and 64 rotated dimensions
+    "deepseek_v3": DeepseekV3Config(**COMMON, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
+                                    n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=512,
+                                    qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, rope_scaling=None),
+}
+
+
+def make(name: str, path: Path) -> Path:
+    """A model directory with the tokenizer of the tiny model."""
+    make_model(path)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(path)
+    return path
+
+
+def weights(path: Path, version: int) -> dict[str, torch.Tensor]:
+    """Every HF tensor, random by version."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(tensor.shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+            for name, tensor in load_file(path / "model.safetensors").items()}
+
+
+def reference(path: Path, tensors: dict[str, torch.Tensor], answer: list[int]) -> torch.Tensor:
+    """Log-probs that transformers gives the answer to PROMPT."""
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1:-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def plan_of(tensors: dict[str, torch.Tensor], sharded: bool) -> dict:
+    """One worker; weights of two dimensions cut in two, or whole and direct if `sharded`."""
+    draft = Draft(shapes={name: list(tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        rest = [(0, size) for size in tensor.shape[1:]]
+        if sharded and tensor.dim() == 2 and "proj" in name:
+            draft.add("direct", [name], worker=0)
+        else:
+            half = (tensor.shape[0] + 1) // 2
+            draft.add("broadcast", [(name, [(0, half), *rest])])
+            draft.add("broadcast", [(name, [(half, tensor.shape[0]), *rest])])
+    return draft.wire()
+
+
+@pytest.fixture
+def loop():
+    """An event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probs_after_every_sync(name, tmp_path, loop):
+    def call(coroutine, timeout=400):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout)
+
+    path = make(name, tmp_path / "model")
+    python = Path(os.environ.get("MRL_HOME", Path.cwd() / ".mrl")) / "vllm/bin/python"
+    engine = EngineServer(make_experiment(path, str(python)), 0, "run", tmp_path)
+    call(engine.start())
+    try:
+        step = 0
+        for sharded in (False, True):
+            senders = Senders(plan_of(weights(path, 0), sharded))
+            for _ in range(2):
+                step += 1
+                tensors = weights(path, step)
+                request = senders.request(step, verify=True, link=f"{sharded}", deadline_s=60.0)
+                if request.connect:
+                    assert call(engine.prepare(request)).not_sharded == {}
+                    assert (call(engine.status()).state == "dirty") is (sharded or step == 1)
+                done = asyncio.run_coroutine_threadsafe(engine.receive(replace(request, plan={})), loop)
+                senders.send(request, tensors)
+                result = done.result(120)
+                assert result.verified and result.unverified == ()
+                answer = call(engine.generate(GenerateRequest(PROMPT, seed=3, max_tokens=12, temperature=1.0)))
+                assert torch.allclose(torch.tensor(answer.log_probs), reference(path, tensors, answer.token_ids),
+                                      atol=1e-4)
+    finally:
+        call(engine.stop())

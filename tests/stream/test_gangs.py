@@ -1,0 +1,50 @@
+"""Gangs of four real ranks push to toy engines: every strategy, from dense and expert layouts, bit for bit."""
+import json
+
+import pytest
+
+from tests.stream.engines import ROOT
+from tests.stream.tiny import make_moe
+from tests.torchrun import torchrun
+
+DENSE = [
+    # layout, workers of an engine, workers on one of its nodes
+    ({"tp": 4}, 2, 2),
+    ({"tp": 2, "pp": 2}, 4, 2),
+    ({"tp": 2, "dp": 2}, 1, 8),
+    ({"pp": 2, "dp": 2}, 2, 1),
+    ({"dp": 4}, 4, 8),
+]
+EXPERTS = [
+    ({"dp": 4, "ep": 4}, 2, 2),
+    ({"tp": 2, "dp": 2, "ep": 2}, 2, 2),
+    ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 4, 2),
+    ({"tp": 2, "pp": 2, "etp": 2}, 1, 8),
+]
+
+
+def run(tmp_path, models: dict, cases: list) -> list[dict]:
+    order = tmp_path / "order.json"
+    order.write_text(json.dumps({"models": models, "cases": cases}))
+    output = torchrun(ROOT / "tests/stream/push_toys.py", 4, order)
+    return [json.loads(line.split("CASE ", 1)[1]) for line in output.splitlines() if "CASE " in line]
+
+
+def check(found: list[dict], cases: list) -> None:
+    assert [one["case"] for one in found] == [list(case) for case in cases for _ in range(3)]
+    modes = {"broadcast": ["broadcast"], "multi_sender": ["slices"], "sharded": ["direct", "slices"]}
+    for one in found:
+        assert one["modes"] == modes[one["strategy"]], one
+        if one["strategy"] == "multi_sender":
+            assert one["senders"] == 4, f"ranks stand idle: {one}"
+
+
+def test_dense_models(tmp_path, model):
+    cases = [["dense", *case] for case in DENSE]
+    check(run(tmp_path, {"dense": str(model)}, cases), cases)
+
+
+@pytest.mark.slow
+def test_experts_whose_layout_is_not_that_of_the_rest(tmp_path):
+    cases = [["experts", *case] for case in EXPERTS]
+    check(run(tmp_path, {"experts": str(make_moe(tmp_path / "experts"))}, cases), cases)
