@@ -69,7 +69,7 @@ class RankMemory:
 
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
     """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
-    spec = model_spec(hf_config)
+    spec = model_spec(hf_config, exp.model.mtp)
     layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
     sync = plan_of(exp, spec, layout, te=device == "cuda")
@@ -134,9 +134,9 @@ def show_engine_version(console: Console, exp: Experiment) -> None:
     """Print the version of the engine that rollout.python holds, if it can be found on this machine."""
     found = look_into(exp.rollout.python, exp.rollout.engine)
     if found.problem is None:
-        warning = version_warning(exp.rollout.engine, found.version)
-        console.print(warning or f"{exp.rollout.engine} {found.version}", style="yellow" if warning else None,
-                      markup=False, highlight=False)
+        console.print(f"engine: {exp.rollout.engine} {found.version or '(its version is not known)'}", highlight=False)
+        if warning := version_warning(exp.rollout.engine, found.version):
+            console.print(f"warning: {warning}", style="yellow", markup=False)
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:

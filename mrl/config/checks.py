@@ -258,13 +258,13 @@ def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
 def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Cut]) -> Iterator[Problem]:
     """`cuts`: those of the trainers; none where there are no trainers."""
     try:
-        spec = model_spec(hf_config)
+        spec = model_spec(hf_config, exp.model.mtp)
     except (ValueError, KeyError) as error:
         yield Problem("model.path", exp.model.path, "a supported model", str(error))
         return
-    if cuts and not spec.family.trainable:
+    if cuts and spec.untrainable:
         yield Problem("model.path", exp.model.path, "a model that can be trained",
-                      f"{spec.family.architecture} cannot: {spec.family.untrainable}")
+                      f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
         yield from _check_experts(exp, spec)
     engine_tp = exp.rollout.parallel.tp

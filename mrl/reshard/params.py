@@ -26,6 +26,11 @@ class ParamPlan:
     dtype: str | None = None
 
     @property
+    def carried(self) -> bool:
+        """True for weights that are passed on and not trained: those of multi-token-prediction layers."""
+        return "mtp.layers." in self.name
+
+    @property
     def numel(self) -> int:
         """Elements of the local shard, padding included."""
         return prod(self.shape)
@@ -232,8 +237,10 @@ def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) ->
             yield _Entry(family.output, prefix)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
             yield _Entry(replace(family.output, hf=family.embedding.hf), prefix, copy=True)
-        for index in range(spec.mtp_layers):
-            yield from _layer_entries(spec, prefix, index, spec.num_layers + index, experts)
+    for index in range(spec.mtp_layers):
+        for entry in _layer_entries(spec, prefix, index, spec.num_layers + index, experts):
+            if first if entry.rule.name == family.embedding.name else last:
+                yield entry
 
 
 def _layer_entries(spec: ModelSpec, prefix: str, local_layer: int, layer: int, experts: range) -> Iterator[_Entry]:

@@ -119,7 +119,7 @@ class ModelSpec:
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     mtp_layers: int = 0
-    """Multi-token-prediction layers that are kept: loaded, trained, synced and exported."""
+    """Multi-token-prediction layers that are kept: loaded, synced and exported, though never trained."""
 
     @property
     def q_size(self) -> int:
@@ -146,8 +146,6 @@ class ModelSpec:
         """Why the trainer cannot build it; None when it can."""
         if self.family.untrainable:
             return self.family.untrainable
-        if self.mtp_layers:
-            return "the trainer does not build multi-token-prediction layers; set model.mtp: drop"
         moe = self.moe
         if moe and moe.groups > 1 and moe.top_k // moe.top_groups != moe.group_best:
             return (f"its groups of experts are chosen by their {moe.group_best} best, in megatron-core by "
@@ -274,8 +272,9 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
         for key, allowed in asked.items() if config.get(key) not in (None, [], allowed)
     ]
     if quantized := config.get("quantization_config"):
-        problems.append(f"quantization_config: weights in {quantized.get('quant_method', 'a quantised format')} are not "
-                        "supported, only bfloat16, float16 and float32: take or make a checkpoint in one of these")
+        method = quantized.get("quant_method", "a quantised format")
+        problems.append(f"quantization_config: weights in {method} are not supported, only bfloat16, float16 and "
+                        "float32: take or make a checkpoint in one of these")
     kinds = sorted(set(config.get("layer_types") or []) - set(family.layer_types))
     if kinds:
         problems.append(f"layer_types {kinds} are not supported, only {', '.join(map(repr, family.layer_types))}")

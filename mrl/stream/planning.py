@@ -18,9 +18,13 @@ def plan_of(
     sync, cluster, rollout = experiment.sync, experiment.cluster, experiment.rollout
     engines = EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp,
                            gpus_per_node=cluster.gpus_per_node)
-    # Engines can share one's files, and only of whole tensors; that counts there, and not the time of transfers.
-    strategy = "broadcast" if sync.strategy == "auto" and sync.transport == "disk" else sync.strategy
-    options = SyncOptions(strategy=strategy, bucket_bytes=int(sync.bucket_mb * MIB), te=te,
+    options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
                           dtype=experiment.model.dtype, not_sharded=not_sharded)
     network = Network(gpus_per_node=cluster.gpus_per_node, nic_gb_s=cluster.nic_gb_s, nvlink_gb_s=cluster.nvlink_gb_s)
     return plan_sync(spec, layout, engines, options, network)
+
+
+def _strategy(experiment: Experiment) -> str:
+    """sync.strategy, with `auto` decided where the time of transfers is not what counts: engines share one's files."""
+    auto = experiment.sync.strategy == "auto"
+    return "broadcast" if auto and experiment.sync.transport == "disk" else experiment.sync.strategy

@@ -49,7 +49,7 @@ def export(trainer: Trainer, out: Path) -> None:
     _write_weights(trainer, shards)
     if dist.get_rank() == 0:
         try:
-            export_checkpoint(shards, trainer.source, out)
+            export_checkpoint(shards, trainer.spec, trainer.source, out)
         finally:
             shutil.rmtree(shards)
     dist.barrier()

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mrl.config.load import load_experiment
-from mrl.reshard import Coord, is_expert, model_spec, read_config
+from mrl.reshard import Coord, ModelSpec, is_expert, model_spec, read_config
 from mrl.reshard.export import export_tensors, save_hf
 from mrl.trainer.files import checkpoint_dir, experts_file, model_directory, read_meta, saved_steps, weights_file
 
@@ -23,12 +23,14 @@ def export_run(run: Path, step: int | None, out: Path) -> Path:
         FileExistsError: `out` is not empty.
     """
     checkpoint = _checkpoint(run, step)
-    experiment = load_experiment(run / "config.yaml")
-    return export_checkpoint(checkpoint, model_directory(experiment.model.path), out)
+    section = load_experiment(run / "config.yaml").model
+    model = model_directory(section.path)
+    return export_checkpoint(checkpoint, model_spec(read_config(model), section.mtp), model, out)
 
 
-def export_checkpoint(checkpoint: Path, model: Path, out: Path) -> Path:
-    """Write `checkpoint` to `out`; config and tokenizer come from `model`, the directory that training began from."""
+def export_checkpoint(checkpoint: Path, spec: ModelSpec, model: Path, out: Path) -> Path:
+    """Write `checkpoint`, of a model of this spec, to `out`; config and tokenizer come from `model`, the directory that
+    training began from."""
     layout, meta = read_meta(checkpoint)
     with ExitStack() as stack:
         @cache
@@ -38,7 +40,7 @@ def export_checkpoint(checkpoint: Path, model: Path, out: Path) -> Path:
         def shard(coord: Coord, name: str) -> Tensor:
             return opened(experts_file(layout, coord) if is_expert(name) else weights_file(coord)).get_tensor(name)
 
-        tensors = export_tensors(model_spec(read_config(model)), layout, shard, te=meta["transformer_engine"])
+        tensors = export_tensors(spec, layout, shard, te=meta["transformer_engine"])
         return save_hf(tensors, model, out)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from mrl.config.schema import Trainer as TrainerSection
@@ -17,13 +17,14 @@ from mrl.trainer.rope import inverse_frequencies
 
 
 def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dtype, te: bool) -> TransformerConfig:
-    """Megatron's config for a decoder with RMS norm, SwiGLU and rotary grouped-query attention, no dropout.
+    """Megatron's config for a decoder with RMS norm, SwiGLU and rotary attention, grouped or latent, no dropout.
 
     Raises:
         ValueError: experts under tensor parallelism without sequence parallelism.
     """
     parallel = section.parallel
-    return TransformerConfig(
+    config_class = MLATransformerConfig if spec.mla else TransformerConfig
+    return config_class(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden,
         ffn_hidden_size=spec.ffn,
@@ -36,7 +37,8 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        # In latent attention it stands for the norms of the latents, which are always there.
+        qk_layernorm=spec.qk_norm or spec.mla is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
@@ -63,12 +65,13 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
         # The loss arrives already weighted (one weight a token, summing to 1): the gradient is a plain sum.
         calculate_per_token_loss=True,
         # Fused kernels come with Transformer Engine; the others need NVIDIA's apex.
-        apply_rope_fusion=te,
+        apply_rope_fusion=te and spec.mla is None,
         bias_activation_fusion=te,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         **_expert_settings(spec, section, te),
+        **_latent_settings(spec),
     )
 
 
@@ -93,8 +96,33 @@ def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict
         "moe_router_dtype": "fp32",
         # Its weight depends on the batch: see `Trainer`.
         "moe_router_load_balancing_type": "aux_loss" if section.moe.aux_loss_coef else "none",
+        "moe_router_score_function": moe.scoring,
+        "moe_router_topk_scaling_factor": moe.scaling,
+        "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
+        "moe_router_group_topk": moe.top_groups if moe.groups > 1 else None,
+        # The bias stays as pre-training left it: the engines would not see it move during a step.
+        "moe_router_enable_expert_bias": moe.bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_layer_freq": [int(layer >= moe.dense_layers) for layer in range(spec.num_layers)],
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": te,
+    }
+
+
+def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
+    """What Megatron is told about latent attention. Its frequencies are set later; yarn also scales the softmax."""
+    mla, yarn = spec.mla, spec.rope_scaling or {}
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "rope_type": "rope",
+        "rotary_scaling_factor": yarn.get("factor", 1.0),
+        "mscale_all_dim": yarn.get("mscale_all_dim") or 0.0,
     }
 
 
@@ -122,9 +150,11 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
             post_process=layout.has_output(place.coord, chunk),
             share_embeddings_and_output_weights=spec.tied,
             position_embedding_type="rope",
+            rotary_percent=spec.rotary_fraction,
             vp_stage=vp_stage,
         )
-        model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        megatron_compat.set_frequencies(model, frequencies.to(torch.cuda.current_device()))
+        megatron_compat.gather_latents(model)
         _mark_experts(model)
         chunks.append(model)
     return chunks

@@ -58,7 +58,7 @@ class Trainer:
         self.temperature = experiment.rollout.sampling.temperature if rl else 1.0
         self.place = enter_layout(experiment.trainer.parallel, experiment.seed)
         self.source = path = model_directory(experiment.model.path)
-        self.spec = model_spec(read_config(path))
+        self.spec = model_spec(read_config(path), experiment.model.mtp)
         self.spec.require_trainable()
         self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.dtype = getattr(torch, experiment.model.dtype)
@@ -68,6 +68,7 @@ class Trainer:
         models = build_chunks(self.spec, AutoConfig.from_pretrained(path), self.place, self.config, self.te)
         self._params = {chunk_prefix(self.layout, chunk) + name: param
                         for chunk, model in enumerate(models) for name, param in model.named_parameters()}
+        self._untrained = self._buffers(models) | self._carried()
         load_hf(path, self.local_params(), self.plans, self.spec)
         self.chunks = [wrap_data_parallel(model, self.config) for model in models]
         self.config.finalize_model_grads_func = _sum_gradients
@@ -95,8 +96,8 @@ class Trainer:
         return self.place.is_last_stage
 
     def local_params(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by Megatron's names, as in the reshard plans. They share the model's storage."""
-        return {name: param.detach() for name, param in self._params.items()}
+        """All weights of this rank by Megatron's names, as in the reshard plans. They share the model's storage."""
+        return {name: param.detach() for name, param in self._params.items()} | self._untrained
 
     def train(self, microbatches: Sequence[Sequence[Sample]], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step on the sum of `loss_fn` over all microbatches of all data-parallel ranks.
@@ -174,6 +175,19 @@ class Trainer:
         FileExistsError (on rank 0) when `out` is not empty.
         """
         checkpoint.export(self, Path(out))
+
+    def _buffers(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+        """The model's buffers that are weights."""
+        weights = {plan.name for plan in self.plans if plan.dtype}
+        found = ((chunk_prefix(self.layout, chunk) + name, buffer)
+                 for chunk, model in enumerate(models) for name, buffer in model.named_buffers())
+        return {name: buffer for name, buffer in found if name in weights}
+
+    def _carried(self) -> dict[str, torch.Tensor]:
+        """Memory for the weights that are passed on, and that no module has."""
+        device = self.platform.device()
+        return {plan.name: torch.empty(plan.shape, dtype=getattr(torch, plan.dtype) if plan.dtype else self.dtype,
+                                       device=device) for plan in self.plans if plan.carried}
 
     def _run(self, microbatches: Sequence[Sequence[Sample]], on_logits: Callable) -> list:
         """Megatron's schedule over the microbatches; what `on_logits` reported, on the last stage (else [])."""

@@ -13,6 +13,7 @@ from mrl import check as plans
 from mrl.cli import app
 from mrl.config.keys import leaf_keys
 from mrl.config.load import load_experiment
+from mrl.engine.versions import TESTED
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 EXPERIMENTS = [path for path in CONFIGS if "sft" not in path.name]
@@ -115,6 +116,17 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     for first in ("trainer", "rollout", "samples a step", "links"):
         assert row(result.output, first)[1]
     assert "warning" not in result.output
+
+
+def test_check_shows_the_engines_version(invoke, experiment_file, folder):
+    result = invoke("check", experiment_file, "rollout.engine=sglang")
+    assert f"engine: sglang {TESTED['sglang'][-1]}" in result.output and "warning" not in result.output
+    about, = (folder / "site").glob("sglang-*.dist-info")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.4.1\n")
+    result = invoke("check", experiment_file, "rollout.engine=sglang")
+    assert result.exit_code == 0 and "engine: sglang 0.4.1" in result.output
+    assert f"warning: sglang 0.4.1 is not tested with mrl; tested are {' and '.join(TESTED['sglang'])}" in " ".join(
+        result.output.split())
 
 
 def test_check_without_an_engine_only_warns(invoke, experiment_file):

@@ -25,7 +25,7 @@ def test_the_valid_experiment_has_no_problems(experiment_file, hf_config):
     assert found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2") == {}
 
 
-# The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by vLLM to 128).
+# The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by engines to 128).
 @pytest.mark.parametrize("overrides, key, words", [
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "divide num_attention_heads 4"),
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "num_key_value_heads 2"),
@@ -180,6 +180,7 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["rollout.args=[--seed-oss, --dtype=half]"], "rollout.args.1", "it comes from model.dtype"),
     (["rollout.args=[-tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["rollout.args=['--max_model_len', '64']"], "rollout.args.0", "--max-model-len is mrl's own"),
+    (['rollout.engine=sglang', "rollout.args=[--tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["algorithm.clip.low=1.5"], "algorithm.clip.low", "at most 1"),
     (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
     (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
@@ -209,6 +210,9 @@ def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
     assert "--gpu-memory-utilization=0.35" in found(experiment_file, hf_config, *shared)["rollout.args"]
     for arguments in ("[--gpu-memory-utilization=0.3]", "[--gpu_memory_utilization, '0.3']"):
         assert found(experiment_file, hf_config, *shared, f"rollout.args={arguments}") == {}
+    sglang = [*shared, "rollout.engine=sglang"]
+    assert "--mem-fraction-static=0.35" in found(experiment_file, hf_config, *sglang)["rollout.args"]
+    assert found(experiment_file, hf_config, *sglang, "rollout.args=[--mem-fraction-static=0.3]") == {}
     assert found(experiment_file, hf_config, *shared[:-1]) == {}  # on cpu
     assert found(experiment_file, hf_config, "cluster.device=cuda") == {}  # partitions of their own
 

@@ -3,6 +3,7 @@ import pytest
 
 from mrl import preflight as module
 from mrl.config.load import load_experiment
+from mrl.engine.versions import TESTED
 from mrl.preflight import count_gpus, preflight_evaluation, preflight_plan, preflight_training, visible_devices
 
 
@@ -100,9 +101,11 @@ def test_engine_python_that_is_not_executable(experiment_file, folder):
     assert "not executable" in found(experiment_file)["rollout.python"]
 
 
-def test_engine_python_without_vllm(experiment_file, folder):
-    (folder / "site" / "vllm").rename(folder / "site" / "renamed")
-    assert "has no vllm" in found(experiment_file)["rollout.python"]
+@pytest.mark.parametrize("engine", sorted(TESTED))
+def test_engine_python_without_the_engine(experiment_file, folder, engine):
+    assert found(experiment_file, f"rollout.engine={engine}") == {}
+    (folder / "site" / engine).rename(folder / "site" / "renamed")
+    assert f"has no {engine}: install it there" in found(experiment_file, f"rollout.engine={engine}")["rollout.python"]
 
 
 def test_engine_python_that_fails(experiment_file, folder):

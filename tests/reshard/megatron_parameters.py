@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16
 
 
 def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
-    """Names, local shapes and dtypes of the parameters of one rank, as the trainer builds it; its place among experts."""
+    """Names, local shapes and dtypes of all weights of one rank, as the trainer builds it; its place among experts."""
     from megatron.core import parallel_state
 
     from mrl.config.schema import Trainer, TrainerParallel
@@ -37,11 +37,12 @@ def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
     )
     chunks = build_chunks(spec, rope, place, transformer_config(spec, section, DTYPE, te=False), te=False)
     found = {
-        "params": [(chunk_prefix(layout, index) + name, list(param.shape), str(param.dtype))
-                   for index, chunk in enumerate(chunks) for name, param in chunk.named_parameters()],
+        "params": [(chunk_prefix(layout, index) + name, list(tensor.shape), str(tensor.dtype))
+                   for index, chunk in enumerate(chunks) for name, tensor in chunk.state_dict().items()
+                   if tensor is not None and "_extra_state" not in name],
         "at": [parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank(),
                parallel_state.get_expert_data_parallel_rank()],
-        "experts": chunks[0].decoder.layers[0].mlp.local_expert_indices if spec.moe else [],
+        "experts": getattr(chunks[0].decoder.layers[-1].mlp, "local_expert_indices", []),
     }
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -50,4 +51,7 @@ def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     get_platform("cpu").install()
+    from mrl.trainer import megatron_compat
+
+    megatron_compat.install()
     json.dump([describe(*case) for case in json.load(sys.stdin)], sys.stdout)

@@ -101,11 +101,11 @@ def save_model(directory: Path, variant: str, dtype: torch.dtype = torch.float32
             if hasattr(module, "e_score_correction_bias"):  # float32 in published checkpoints, whatever the rest is
                 module.e_score_correction_bias = torch.randn(module.e_score_correction_bias.shape)
     model.save_pretrained(directory, max_shard_size=shard_size)
-    _add_prediction_layers(directory, spec_of(variant), dtype)
+    add_prediction_layers(directory, spec_of(variant), dtype)
     return directory
 
 
-def _add_prediction_layers(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+def add_prediction_layers(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
     """What transformers does not build of a model whose multi-token-prediction layers are kept."""
     if not spec.mtp_layers:
         return

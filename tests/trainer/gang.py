@@ -29,10 +29,10 @@ def gang() -> Iterator[Platform]:
 
 
 def experiment(model: Path, parallel: dict | None = None, kl: float = 0.0, dtype: str = "float32",
-               aux_loss_coef: float = 0.0, **optimizer) -> Experiment:
+               aux_loss_coef: float = 0.0, mtp: str = "drop", **optimizer) -> Experiment:
     """An experiment whose trainer section is what counts."""
     return Experiment.model_validate({
-        "model": {"path": str(model), "dtype": dtype},
+        "model": {"path": str(model), "dtype": dtype, "mtp": mtp},
         "data": {"train": "none.jsonl"},
         "algorithm": {"kl": {"coef": kl}},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},
@@ -64,6 +64,7 @@ def whole_gradients(trainer) -> dict[str, torch.Tensor]:
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
         prefix = chunk_prefix(trainer.layout, index)
         local |= {prefix + name: param.main_grad.cpu() for name, param in chunk.module.named_parameters()}
+    local |= {plan.name: torch.zeros(plan.shape) for plan in trainer.plans if plan.dtype}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
     layout = trainer.layout

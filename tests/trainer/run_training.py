@@ -24,6 +24,7 @@ RUNS = {
         "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
         "experts": ("qwen2_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True}, kl=0.1,
                                       dtype="bfloat16", clip_grad=1.0)),
+        "latent": ("deepseek_v3", dict(parallel={"pp": 2}, dtype="bfloat16", mtp="keep", weight_decay=0.1)),
     },
     4: {
         "grid": ("qwen3_moe", dict(parallel={"tp": 2, "pp": 2, "vpp": 2, "etp": 2, "sequence_parallel": True})),
@@ -87,6 +88,8 @@ def first(folder: Path, platform) -> None:
         # Again, as after a restart; now with a file of the loop's.
         trainer.save(run / "checkpoints" / "step_000002", {"loop": b"batch"} if dist.get_rank() == 0 else {})
         trainer.export(run / "exported")
+        if name == "latent":
+            check_untrained(folder / "deepseek_v3", run / "exported")
         samples = [sample for microbatch in rows for sample in microbatch]
         torch.save((samples, trainer.log_probs(rows)), run / f"log_probs{dist.get_rank()}.pt")
         steps += [trainer.train(rows, loss_fn) for _ in range(2)]
@@ -112,6 +115,23 @@ def resume(folder: Path, platform) -> None:
                 trainer.load(folder / "run_tensor" / "checkpoints" / "step_000002")
             with pytest.raises(FileNotFoundError, match="not a checkpoint"):
                 trainer.load(folder / "nowhere")
+
+
+def check_untrained(source: Path, exported: Path) -> None:
+    """The router's bias and the layer that predicts one token more are exported as they came; what that layer shares
+    with the model is exported as trained."""
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, exported))
+    assert before.keys() == after.keys()
+    shared = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+              "model.layers.4.shared_head.head.weight": "lm_head.weight"}
+    for name, tensor in after.items():
+        if name in shared:
+            assert torch.equal(tensor, after[shared[name]])
+        elif name.endswith("e_score_correction_bias"):
+            assert torch.equal(tensor, before[name])
+        else:
+            kept = torch.equal(tensor, before[name].bfloat16())
+            assert kept == name.startswith("model.layers.4.") or "norm" in name, name
 
 
 def check_nan_is_skipped(trainer, rows) -> None:

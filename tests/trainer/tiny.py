@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -19,6 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from mrl.reshard import model_spec, read_config
+from tests.reshard.simulate import add_prediction_layers
+
 VOCAB = 131  # prime: no tensor-parallel size or padding divides it
 TEMPERATURE = 0.7
 LENGTHS = (9, 1, 17, 4, 30, 12, 2)
@@ -26,6 +32,9 @@ LENGTHS = (9, 1, 17, 4, 30, 12, 2)
 _SIZES = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=256)
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=28)
+_LATENT = dict(_SIZES, num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=14,
+               moe_intermediate_size=28, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
+               tie_word_embeddings=False)
 
 CONFIGS = {
     # Head size unlike hidden/heads; the original context of 16 puts frequencies on all three branches of llama3.
@@ -42,12 +51,23 @@ CONFIGS = {
     "qwen2_moe": lambda: Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=36,
                                         norm_topk_prob=False, tie_word_embeddings=False),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=False),
+    # Of the first, the query is projected at once, and groups are chosen by their best expert; of the second, the query
+    # has a latent too, groups are chosen by the two best, and yarn scales the softmax.
+    "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, num_experts_per_tok=3, n_group=4, topk_group=3,
+                                            topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=24, num_experts_per_tok=4, n_group=4, topk_group=2,
+                                            rope_parameters={
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}),
+    "glm4_moe": lambda: Glm4MoeConfig(**_SIZES, head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=8,
+                                      num_experts_per_tok=3, moe_intermediate_size=28, first_k_dense_replace=1,
+                                      routed_scaling_factor=1.5, tie_word_embeddings=False, pad_token_id=None),
 }
-EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
-SEEDS = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 1}
+EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")
+SEEDS = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 1, "deepseek_v2": 3, "deepseek_v3": 2, "glm4_moe": 4}
 """Of the random parameters; with these, every token is far from other experts than its own (see `check_margin`)."""
 MARGIN = 1e-3
-"""Least distance between the router logits of the last expert chosen and the first one not: rounding decides nothing."""
+"""Relative change of a router's input that may not change any choice: rounding decides nothing."""
 
 
 def families(parallel: dict) -> list[str]:
@@ -67,8 +87,12 @@ def make_model(family: str, directory: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     path = directory / family
     model.save_pretrained(path)
+    add_prediction_layers(path, model_spec(read_config(path), mtp="keep"), torch.float32)
     return path
 
 
@@ -91,12 +115,12 @@ def loss_fn(log_probs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, to
 def truth(path: Path, batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """log-probs, entropy, loss and gradients as transformers and autograd give them, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(check_margin)
     log_probs, entropies, total = [], [], torch.zeros(())
     for sample in batch:
-        output = model(sample["tokens"][None], output_router_logits=True) if path.name in EXPERT_FAMILIES else model(
-            sample["tokens"][None])
-        check_margin(getattr(output, "router_logits", ()), model.config)
-        logits = output.logits[0, :-1] / TEMPERATURE
+        logits = model(sample["tokens"][None]).logits[0, :-1] / TEMPERATURE
         log_p = logits.log_softmax(-1)
         first = torch.zeros(1)
         log_prob = torch.cat([first, log_p.gather(1, sample["tokens"][1:, None])[:, 0]])
@@ -108,19 +132,25 @@ def truth(path: Path, batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {"log_probs": log_probs, "entropies": entropies, "loss": total.item(), "gradients": saved_gradients(model)}
 
 
-def check_margin(router_logits: tuple[torch.Tensor, ...], config: Any) -> None:
-    """Assert that every token, in every layer, is far from other experts than its own."""
-    for logits in router_logits:
-        last, following = logits.sort(descending=True).values[:, config.num_experts_per_tok - 1:][:, :2].unbind(1)
-        assert (last - following).min() > MARGIN, "use another seed"
+def check_margin(router: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
+    """Assert, as a hook of a router, that every token is far from other experts than its own."""
+    chosen = output[-1].sort().values
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(5):
+            nearby = inputs[0] * (1 + MARGIN * torch.randn(inputs[0].shape, generator=noise))
+            assert torch.equal(router.forward(nearby)[-1].sort().values, chosen), "use another seed"
 
 
 @torch.no_grad()
 def saved_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Gradients by the names that tensors have in a saved model, where experts are not stacked as they are in memory.
 
-    Overwrites the parameters.
+    Overwrites the parameters. Buffers count as 0.
     """
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
     for parameter in model.parameters():
         parameter.copy_(parameter.grad)
     with tempfile.TemporaryDirectory() as directory:

@@ -26,5 +26,4 @@ DEEPSEEK_V2 = Family(
         dense_layers="first_k_dense_replace", groups=("n_group", "topk_group"),
         group_method=("topk_method", "group_limited_greedy"),
     ),
-    untrainable="the trainer does not build latent attention",
 )

@@ -33,5 +33,4 @@ DEEPSEEK_V3 = Family(
         dense_layers="first_k_dense_replace", scoring="sigmoid", bias=True,
         groups=("n_group", "topk_group"), group_best=2,
     ),
-    untrainable="the trainer does not build latent attention",
 )

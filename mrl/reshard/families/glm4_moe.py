@@ -32,5 +32,4 @@ GLM4_MOE = Family(
         dense_layers="first_k_dense_replace", scoring="sigmoid", bias=True,
         groups=("n_group", "topk_group"), group_best=2,
     ),
-    untrainable="the trainer does not build routers with a bias",
 )

@@ -65,6 +65,6 @@ GPT_OSS = Family(
     qkv_bias=True,
     layer_types=("full_attention", "sliding_attention"),
     moe=MoeKeys(("num_local_experts",), ffn="intermediate_size"),
-    untrainable="attention sinks, sliding windows and its clamped SwiGLU need Transformer Engine's fused attention, and "
-                "mrl's attention for packed sequences knows none of them",
+    untrainable="its attention sinks and sliding windows need Transformer Engine's attention of 2.8 or newer, and the "
+                "trainer builds neither them nor its clamped SwiGLU and biased experts",
 )

@@ -19,16 +19,16 @@ Q = rule(
     (_HF + "q_proj.weight", "heads*mla.qk_dim hidden"),
     when="mla.full_query",
 )
-Q_DOWN = rule(
-    _MEGATRON + "linear_q_down_proj.weight", column,
-    (_HF + "q_a_proj.weight", "mla.q_rank hidden"),
-    te_kind=replicated, when="mla.q_rank",
-)
-# Engines fuse the two into one weight as they load them.
 KV_DOWN = rule(
     _MEGATRON + "linear_kv_down_proj.weight", column,
     (_HF + "kv_a_proj_with_mqa.weight", "mla.kv_down_dim hidden"),
-    te_kind=replicated, joins=True,
+    te_kind=replicated,
+)
+# Engines fuse the two into one weight as they load them.
+Q_DOWN = rule(
+    _MEGATRON + "linear_q_down_proj.weight", column,
+    (_HF + "q_a_proj.weight", "mla.q_rank hidden"),
+    te_kind=replicated, when="mla.q_rank", joins=True,
 )
 Q_NORM = rule(
     _MEGATRON + "q_layernorm.weight", replicated,
@@ -56,4 +56,4 @@ OUT = rule(
 
 # Two projections read the normalised input, so that neither can swallow the norm.
 INPUT_NORM = replace(dense.INPUT_NORM, te_name=dense.INPUT_NORM.name)
-ATTENTION = (INPUT_NORM, Q, Q_DOWN, KV_DOWN, Q_NORM, Q_UP, KV_NORM, KV_UP, OUT)
+ATTENTION = (INPUT_NORM, Q, KV_DOWN, Q_DOWN, Q_NORM, Q_UP, KV_NORM, KV_UP, OUT)
