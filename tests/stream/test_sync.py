@@ -1,4 +1,5 @@
 """Pushes to real engines from gangs of one and of several ranks: right after every sync, and safe when one breaks."""
+import json
 import subprocess
 import sys
 import time
