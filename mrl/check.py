@@ -19,10 +19,14 @@ from mrl.config.keys import leaf_keys
 from mrl.config.schema import Experiment
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
-from mrl.reshard.layout import Layout
-from mrl.reshard.params import hf_tensors, local_params
-from mrl.reshard.plan import DTYPE_BYTES, SyncPlan, plan_sync
+from mrl.reshard.boxes import numel
+from mrl.reshard.buckets import DTYPE_BYTES
+from mrl.reshard.engine_layout import held_boxes
+from mrl.reshard.layout import Coord, Layout, expert_range
+from mrl.reshard.params import gather_groups, hf_tensors, is_expert, local_params
+from mrl.reshard.plan import SyncPlan
 from mrl.reshard.spec import ModelSpec, model_spec
+from mrl.stream.planning import plan_of
 
 _MAX_ROWS = 32  # of a table with one row a rank or engine
 _FP32_BYTES = 4
@@ -50,7 +54,7 @@ class RankMemory:
         weights: in `model.dtype`.
         gradients: accumulated in float32.
         optimizer: Adam's two moments, and the float32 master weights of a bfloat16 model; split over replicas.
-        sync: the buffers of a sync on the rank that sends a stage: its contribution and the flat buckets.
+        sync: at most, the buffers of a sync: the ring of slices it sends, and the pieces of one that are gathered.
     """
 
     weights: int
@@ -65,11 +69,10 @@ class RankMemory:
 
 def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
     """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
-    spec = model_spec(hf_config)
-    parallel = exp.trainer.parallel
-    layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=exp.data_parallel)
+    spec = model_spec(hf_config, exp.model.mtp)
+    layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
-    sync = plan_sync(spec, layout, int(exp.sync.bucket_mb * 2**20), exp.model.dtype, te=device == "cuda")
+    sync = plan_of(exp, spec, layout, te=device == "cuda")
     return Plan(exp, spec, layout, device, assign(exp, visible=None), sync)
 
 
@@ -77,13 +80,20 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
     """Memory of one trainer rank, from the shapes of the parameters it holds."""
     layout, itemsize = plan.layout, DTYPE_BYTES[plan.exp.model.dtype]
     coord = layout.coord(rank)
-    held = sum(param.numel for param in local_params(plan.spec, layout, coord, te=plan.device == "cuda"))
+    params = local_params(plan.spec, layout, coord, te=plan.device == "cuda")
+    held = sum(param.numel for param in params)
+    experts = sum(param.numel for param in params if is_expert(param.name))
+    sharded = (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
     state = 2 * _FP32_BYTES + (0 if itemsize == _FP32_BYTES else _FP32_BYTES)
-    largest = max(bucket.numel for bucket in plan.sync.buckets if bucket.stage == coord.pp)
-    gathered = plan.sync.max_local_numel + plan.exp.sync.buffers * largest
-    sends = rank == layout.sender(coord.pp)
-    return RankMemory(held * itemsize, held * _FP32_BYTES, ceil(held * state / layout.dp),
-                      gathered * itemsize if sends else 0)
+    return RankMemory(held * itemsize, held * _FP32_BYTES, ceil(sharded * state), _sync_bytes(plan, rank))
+
+
+def _sync_bytes(plan: Plan, rank: int) -> int:
+    slices = [one for bucket in plan.sync.outline_of_rank(rank) for one in bucket.slices if rank in one.ranks]
+    sent = max((one.nbytes for one in slices if one.sender == rank), default=0)
+    gathered = max((one.nbytes for one in slices if one.sender == rank and len(one.ranks) > 1), default=0)
+    packed = max((one.nbytes for one in slices if one.sender != rank), default=0)
+    return plan.exp.sync.buffers * sent + gathered + packed
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -91,29 +101,42 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(prod(shape) for shape in hf_tensors(spec).values())
 
 
-def show_plan(console: Console, plan: Plan, bandwidth_gbs: float | None) -> None:
-    """Print the plan. `bandwidth_gbs`: 10^9 bytes/s from a sender to an engine, for the lower bound of a sync."""
+def engine_weights(plan: Plan, worker: int) -> int:
+    """Bytes of the model's tensors that one worker of an engine holds, by `held_boxes`; whole where that cannot say."""
+    held = 0
+    for group in gather_groups(plan.spec, Layout()):
+        for number, entry in enumerate(group.entries):
+            for at, tensor in enumerate(group.tensors(number)):
+                boxes = held_boxes(entry.rule, at, tensor.shape, entry.expert, plan.spec, plan.sync.engine_layout, worker)
+                elements = prod(tensor.shape) if boxes is None else sum(map(numel, boxes))
+                held += elements * DTYPE_BYTES[group.dtype or plan.exp.model.dtype]
+    return held
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Print the plan."""
     console.print(f"[bold]{plan.exp.name}[/bold]: {plan.spec.family.architecture}, "
                   f"{parameter_count(plan.spec):,} parameters, {plan.exp.model.dtype} on {plan.device}, "
                   f"{plan.exp.loop.mode}, {plan.exp.loop.steps} steps")
     _show(console, "Partitions", ("partition", "devices", "processes"), _partition_rows(plan))
-    _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends stage"), _rank_rows(plan))
+    experts = ("experts",) if plan.spec.moe else ()
+    _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends in a sync", *experts), _rank_rows(plan))
     _show(console, "Engines", ("engine", "tp", "devices", "weights a device"), _engine_rows(plan))
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, "Memory a trainer rank (without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
     if plan.exp.algorithm.kl.coef > 0:
         console.print("The reference model adds its weights once more a rank, in host memory.")
-    _show(console, "Weight sync", ("what", "value"), _sync_rows(plan, bandwidth_gbs))
+    _show(console, "Weight sync", ("what", "value"), _sync_rows(plan))
 
 
 def show_engine_version(console: Console, exp: Experiment) -> None:
     """Print the version of the engine that rollout.python holds, if it can be found on this machine."""
     found = look_into(exp.rollout.python, exp.rollout.engine)
     if found.problem is None:
-        warning = version_warning(exp.rollout.engine, found.version)
-        console.print(warning or f"{exp.rollout.engine} {found.version}", style="yellow" if warning else None,
-                      markup=False, highlight=False)
+        console.print(f"engine: {exp.rollout.engine} {found.version or '(its version is not known)'}", highlight=False)
+        if warning := version_warning(exp.rollout.engine, found.version):
+            console.print(f"warning: {warning}", style="yellow", markup=False)
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:
@@ -161,20 +184,29 @@ def _partition_rows(plan: Plan) -> Rows:
 
 
 def _rank_rows(plan: Plan) -> Rows:
-    layout = plan.layout
+    layout, sent = plan.layout, plan.sync.bytes_by_sender
     rows = []
     for rank in range(min(layout.world, _MAX_ROWS)):
         at = layout.coord(rank)
         chunks = [layout.layers(plan.spec.num_layers, at.pp, chunk) for chunk in range(layout.vpp)]
         rows.append((str(rank), str(at.tp), str(at.pp), str(at.dp),
                      ", ".join(f"{layers[0]}-{layers[-1]}" for layers in chunks),
-                     "yes" if rank == layout.sender(at.pp) else ""))
+                     _size(sent[rank]) if rank in sent else "", *_expert_cells(plan, at)))
     return _capped(rows, layout.world)
+
+
+def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
+    """Which experts of each of its layers a rank holds, and which slice of them; nothing for a dense model."""
+    if plan.spec.moe is None:
+        return ()
+    layout, place = plan.layout, plan.layout.expert_coord(at)
+    held = expert_range(plan.spec.moe.num_experts, layout.ep, place.ep)
+    return (f"{held[0]}-{held[-1]}" + (f" (slice {place.etp + 1} of {layout.etp})" if layout.etp > 1 else ""),)
 
 
 def _engine_rows(plan: Plan) -> Rows:
     tp, engines = plan.exp.rollout.parallel.tp, plan.placement.engines
-    weights = f"{_size(plan.sync.total_bytes / tp)} (about)"
+    weights = f"{_size(max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1}))}"
     rows = [(str(index), str(tp), _devices(plan, devices), weights)
             for index, devices in enumerate(engines[:_MAX_ROWS])]
     return _capped(rows, len(engines))
@@ -210,23 +242,26 @@ def _memory_rows(plan: Plan) -> Rows:
     return _capped(rows, plan.layout.world)
 
 
-def _sync_rows(plan: Plan, bandwidth_gbs: float | None) -> Rows:
-    sync, engines = plan.sync, plan.exp.engine_count
-    largest = max(bucket.nbytes for bucket in sync.buckets)
-    tensors = sum(len(bucket.items) for bucket in sync.buckets)
-    rows = [
-        ("links", f"{engines}: {plan.layout.pp} sender(s) to each engine's {plan.exp.rollout.parallel.tp} worker(s)"),
-        ("tensors", f"{tensors} in {len(sync.buckets)} bucket(s) of at most {plan.exp.sync.bucket_mb:g} MiB"),
-        ("largest bucket", _size(largest)),
-        ("bytes an engine worker receives", _size(sync.total_bytes)),
-        ("receive buffers a worker", f"{plan.exp.sync.buffers} × {_size(largest)}"),
+def _sync_rows(plan: Plan) -> Rows:
+    sync, cluster = plan.sync, plan.exp.cluster
+    engines, sent, received = sync.engine_layout, sync.bytes_by_sender, sync.bytes_by_worker
+    links = sorted({len(sync.senders(engine)) for engine in range(engines.count)})
+    predicted = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in sync.predictions.items())
+    return [
+        ("strategy", f"{sync.strategy} ({plan.exp.sync.strategy}); predicted: {predicted}"),
+        ("links", f"{engines.count}: {'-'.join(map(str, {links[0]: 0, links[-1]: 0}))} sender(s) to each engine's "
+                  f"{engines.world} worker(s)"),
+        ("model", f"{len(hf_tensors(plan.spec))} tensors, {_size(sync.total_bytes)}"),
+        ("buckets", f"{len(sync.outline)} of at most {plan.exp.sync.bucket_mb:g} MiB, the largest "
+                    f"{_size(sync.max_bucket_bytes)}"),
+        ("bytes sent", f"{_size(sum(sent.values()))} by {len(sent)} of {plan.layout.world} rank(s), the busiest "
+                       f"{_size(max(sent.values()))}"),
+        ("bytes an engine worker receives", _size(max(received))),
+        ("receive buffers a worker", f"{plan.exp.sync.buffers} × {_size(sync.max_bucket_bytes)}"),
+        ("lower bound", f"{sync.lower_bound_s:.3g} s with {cluster.nic_gb_s:g} GB/s a GPU between machines and "
+                        f"{cluster.nvlink_gb_s:g} GB/s inside"),
         ("transport", plan.exp.sync.transport),
     ]
-    if bandwidth_gbs:
-        seconds = sync.total_bytes / (bandwidth_gbs * 1e9)
-        rows.append((f"floor at {bandwidth_gbs:g} GB/s", f"{seconds:.3g} s to one worker; links that share the "
-                     f"sender's bandwidth add up, to {seconds * engines:.3g} s"))
-    return rows
 
 
 def _size(count: float) -> str:

@@ -56,8 +56,6 @@ def check(
     keys: Annotated[bool, typer.Option("--keys", help="list all keys with type, default and meaning")] = False,
     gpus: Annotated[Optional[int], typer.Option(
         min=0, help="plan for a machine with this many GPUs. Default: do not count them")] = None,
-    bandwidth_gbs: Annotated[Optional[float], typer.Option(
-        min=0, help="GB/s from a trainer to an engine, for the shortest possible sync")] = None,
 ) -> None:
     """Check an experiment and print its plan: processes, batch, memory, weight buckets. Starts nothing."""
     from mrl import check as plans
@@ -72,7 +70,7 @@ def check(
         from mrl.preflight import check_engine_python, preflight_plan
 
         exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))
-        plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus), bandwidth_gbs)
+        plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus))
         plans.show_engine_version(console, exp)
         plans.show_warnings(console, [*check_engine_python(exp)])
 

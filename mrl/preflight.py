@@ -76,7 +76,7 @@ def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | 
 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
-    """Files that the experiment names: weights and tokenizer, chat template, reward function."""
+    """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
     model = Path(exp.model.path)
     if model.is_dir():
         if not any(model.glob("*.safetensors")):
@@ -91,6 +91,10 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
         file = exp.reward.function.rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
             yield Problem("reward.function", exp.reward.function, "an existing Python file", f"no such file: {file}")
+    shared = exp.sync.disk_dir
+    if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
+        yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
+                      "make it, or mount the file system that trainers and engines share")
 
 
 def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Problem]:

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export MRL_HOME=${MRL_HOME:-$PWD/.mrl}
-bash launch/setup.sh trainer tests vllm
+bash launch/setup.sh trainer tests vllm sglang
 exec "$MRL_HOME/trainer/bin/python" -m pytest tests "$@"

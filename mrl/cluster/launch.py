@@ -19,6 +19,7 @@ from mrl.config.resume import resume_problems
 from mrl.config.schema import Experiment
 from mrl.engine.guard import guard_this_process
 from mrl.engine.process import ProcessTree
+from mrl.receiver.mrl_receiver.disk import discard
 from mrl.trainer.files import saved_steps
 
 FOLLOW_S = 0.2
@@ -32,9 +33,14 @@ def train(experiment: Experiment, run_dir: Path | None) -> int:
     guard_this_process(STOP_TIMEOUT_S)
     print(f"run directory: {run_dir}", flush=True)
     print("starting the engines and the rollout workers", flush=True)
+    weights = Path(experiment.sync.disk_dir or run_dir).resolve() / f"weights-{run_id}"
     with sole_owner(run_dir), start_fleet(experiment, run_id, run_dir):
-        (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address()}))
-        code = run_gang(experiment, run_dir)
+        (run_dir / "run.json").write_text(json.dumps({"run_id": run_id, "ray_address": ray_address(),
+                                                      "weights": str(weights)}))
+        try:
+            code = run_gang(experiment, run_dir)
+        finally:
+            discard(weights)  # the disk transport's, when the trainers died over them
     print(closing_words(experiment, run_dir, code), flush=True)
     return code
 

@@ -58,7 +58,7 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
         log = RunLog(run_dir, experiment.log, steps, attempt)
         if attempt:
             log.say(f"the trainers were restarted: attempt {attempt}")
-    sync = WeightSync(experiment, trainer, engines, run["run_id"])
+    sync = WeightSync(experiment, trainer, engines, run["run_id"], folder=Path(run["weights"]))
     StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
              Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
     sync.close()

@@ -5,17 +5,21 @@ Each `_check_*` function yields the problems of one subject; `check_experiment` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from math import lcm
+from operator import attrgetter
+from typing import Any, Callable
 
 from mrl.config.errors import Problem
-from mrl.config.schema import Correction, Experiment
+from mrl.config.schema import Correction, Experiment, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
+from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
 from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
+Cut = Callable[[int], Layout]
+"""The layout with one parallel size, all others left out."""
+
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
-# Engines pad the vocabulary to a multiple of this before they split it over tensor-parallel ranks.
-_ENGINE_VOCAB_MULTIPLE = 64
 # The argument that bounds an engine's share of its GPU's memory.
 _MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
@@ -37,8 +41,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
                                 "set data.eval, or eval.every: 0"))
     if hf_config is not None:
-        problems += _check_model(exp, hf_config, {"trainer.parallel.tp": Layout(tp=exp.trainer.parallel.tp),
-                                                  "trainer.parallel.pp": Layout(pp=exp.trainer.parallel.pp)})
+        problems += _check_model(exp, hf_config, _trainer_cuts(exp.trainer.parallel))
     return problems
 
 
@@ -90,8 +93,12 @@ def _check_partitions(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Prob
             yield Problem(f"cluster.{name}", str(value), f"null (loop.mode is {exp.loop.mode}, which uses "
                           f"{' and '.join(f'cluster.{key}' for key in wanted)})", f"remove cluster.{name}")
     yield from _check_counts(exp, wanted)
-    yield from _check_split(exp, wanted[0], exp.trainer.parallel.tp * exp.trainer.parallel.pp,
-                            "trainer.parallel.tp * trainer.parallel.pp")
+    parallel = exp.trainer.parallel
+    dense, experts = parallel.pp * parallel.tp, parallel.pp * parallel.ep * parallel.etp
+    words = "trainer.parallel.tp * trainer.parallel.pp"
+    if dense % experts:
+        words = f"of {words} and of trainer.parallel.ep * etp * pp"
+    yield from _check_split(exp, wanted[0], lcm(dense, experts), words)
 
 
 def _check_counts(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Problem]:
@@ -210,10 +217,18 @@ def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[
 
 
 def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
-    device = resolved_device(exp, visible_gpus)
-    if exp.sync.transport == "nccl" and (device == "cpu" or exp.loop.mode == "colocated_sync"):
+    device, transport = resolved_device(exp, visible_gpus), exp.sync.transport
+    shared = exp.loop.mode == "colocated_sync"
+    if transport == "nccl" and (device == "cpu" or shared):
         yield Problem("sync.transport", "nccl", "gloo: NCCL connects a trainer's GPU to another one, and there is none "
                       f"with cluster.device {device} and loop.mode {exp.loop.mode}", "use auto or gloo")
+    if transport == "cuda_ipc" and not (device == "cuda" and shared):
+        yield Problem("sync.transport", "cuda_ipc", "gloo or nccl: cuda_ipc copies within one GPU, and trainers and "
+                      f"engines share none with cluster.device {device} and loop.mode {exp.loop.mode}",
+                      "use auto, or loop.mode: colocated_sync on cuda")
+    if exp.sync.disk_dir is not None and transport != "disk":
+        yield Problem("sync.disk_dir", exp.sync.disk_dir, f"null: sync.transport {transport} writes no files",
+                      "remove sync.disk_dir, or set sync.transport: disk")
 
 
 def _check_reward(exp: Experiment) -> Iterator[Problem]:
@@ -228,29 +243,58 @@ def _check_reward(exp: Experiment) -> Iterator[Problem]:
                       "set reward.kind: custom")
 
 
-def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Layout]) -> Iterator[Problem]:
-    """`cuts`: how the trainers cut the model, each parallel size alone, by the key that gives the size."""
+def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
+    """How the trainers cut the model, one parallel size at a time, by the key that gives the size."""
+    uneven = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
+    return {
+        "trainer.parallel.tp": lambda size: Layout(tp=size),
+        "trainer.parallel.pp": lambda size: Layout(pp=size, **uneven),
+        "trainer.parallel.vpp": lambda size: Layout(pp=parallel.pp, vpp=size, **uneven),
+        "trainer.parallel.ep": lambda size: Layout(dp=size, ep=size),
+        "trainer.parallel.etp": lambda size: Layout(dp=size, etp=size),
+    }
+
+
+def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Cut]) -> Iterator[Problem]:
+    """`cuts`: those of the trainers; none where there are no trainers."""
     try:
-        spec = model_spec(hf_config)
+        spec = model_spec(hf_config, exp.model.mtp)
     except (ValueError, KeyError) as error:
         yield Problem("model.path", exp.model.path, "a supported model", str(error))
         return
-    if cuts and not spec.family.trainable:
+    if cuts and spec.untrainable:
         yield Problem("model.path", exp.model.path, "a model that can be trained",
-                      f"{spec.family.architecture} cannot: {spec.family.untrainable}")
+                      f"{spec.family.architecture} cannot: {spec.untrainable}")
+    if cuts:
+        yield from _check_experts(exp, spec)
     engine_tp = exp.rollout.parallel.tp
+    found: set[str] = set()
     # Engines cut attention and MLP as Megatron does.
-    for key, layout in {**cuts, "rollout.parallel.tp": Layout(tp=engine_tp)}.items():
-        if reasons := layout_problems(spec, layout):
-            name = key.rpartition(".")[2]
-            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, Layout(**{name: n}))]
-            yield Problem(key, str(getattr(layout, name)), f"what the model can be cut into: {'; '.join(reasons)}",
-                          f"use one of {', '.join(sizes)}")
-    padded = -(-spec.vocab // _ENGINE_VOCAB_MULTIPLE) * _ENGINE_VOCAB_MULTIPLE
+    for key, cut in {**cuts, "rollout.parallel.tp": lambda size: Layout(tp=size)}.items():
+        size = attrgetter(key)(exp)
+        # A stage whose layers do not divide has chunks whose layers do not.
+        reasons = [reason for reason in layout_problems(spec, cut(size)) if "vpp" not in key or reason not in found]
+        found.update(reasons)
+        if reasons:
+            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, cut(n))]
+            yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
+                          f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
+    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
                       "use a power of 2")
     yield from _check_tokens(exp, spec, hf_config)
+
+
+def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
+    parallel, coef = exp.trainer.parallel, exp.trainer.moe.aux_loss_coef
+    if spec.moe and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield Problem("trainer.parallel.sequence_parallel", "false", "true with trainer.parallel.tp "
+                      f"{parallel.tp} and the experts of {spec.family.architecture}: each rank routes its own tokens",
+                      "set trainer.parallel.sequence_parallel: true")
+    if coef and spec.moe is None:
+        yield Problem("trainer.moe.aux_loss_coef", str(coef), "0: the model has no experts to balance",
+                      "remove the key")
 
 
 def _check_tokens(exp: Experiment, spec: ModelSpec, hf_config: Mapping[str, Any]) -> Iterator[Problem]:

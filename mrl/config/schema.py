@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
 
+from mrl.reshard.layout import Layout
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -21,6 +23,8 @@ class Section(BaseModel):
 class Model(Section):
     path: str = Field(description="Hugging Face model directory (config.json, *.safetensors, tokenizer) or hub id")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of trainer weights and of the engines")
+    mtp: Literal["keep", "drop"] = Field(
+        "drop", description="layers that predict further tokens: drop, or keep (untrained, but synced and exported)")
     chat_template: Optional[str] = Field(None, description="path of a Jinja chat template; null: the tokenizer's own")
 
 
@@ -87,7 +91,22 @@ class Batch(Section):
 class TrainerParallel(Section):
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")
-    sequence_parallel: bool = Field(False, description="Megatron sequence parallelism inside the tensor-parallel group")
+    vpp: PositiveInt = Field(1, description="chunks of the model on each pipeline stage (interleaved schedule)")
+    first_stage_layers: Optional[PositiveInt] = Field(
+        None, description="layers of the first pipeline stage; null: as many as stages without a number of their own")
+    last_stage_layers: Optional[PositiveInt] = Field(None, description="layers of the last pipeline stage, likewise")
+    ep: PositiveInt = Field(1, description="expert parallel size: parts into which the experts of a layer are dealt out")
+    etp: PositiveInt = Field(1, description="tensor parallel size of each expert")
+    sequence_parallel: bool = Field(
+        False, description="Megatron sequence parallelism inside the tensor-parallel group; experts need it with tp > 1")
+
+    def layout(self, ranks: int) -> Layout:
+        """The layout of so many trainer ranks. ValueError where they are no multiple of what these sizes need."""
+        if ranks % (self.tp * self.pp):
+            raise ValueError(f"{ranks} trainer ranks cannot be split into replicas of trainer.parallel.tp {self.tp} * "
+                             f"pp {self.pp} = {self.tp * self.pp} ranks")
+        return Layout(tp=self.tp, pp=self.pp, dp=ranks // (self.tp * self.pp), ep=self.ep, etp=self.etp, vpp=self.vpp,
+                      first_stage_layers=self.first_stage_layers, last_stage_layers=self.last_stage_layers)
 
 
 class Optimizer(Section):
@@ -101,8 +120,14 @@ class Optimizer(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
 
 
+class Moe(Section):
+    aux_loss_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the load-balancing loss, E * sum of f_e P_e, summed over layers (Fedus 2021); 0: none")
+
+
 class Trainer(Section):
     parallel: TrainerParallel = TrainerParallel()
+    moe: Moe = Moe()
     optimizer: Optimizer = Optimizer()
     max_restarts: NonNegativeInt = Field(3, description="restarts of the whole gang from the last checkpoint")
     env: dict[str, str] = Field({}, description="extra environment of the trainer ranks")
@@ -139,8 +164,10 @@ class Rollout(Section):
 class Sync(Section):
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
         "auto", description="who sends what to whom; auto: what should take the least time")
-    transport: Literal["auto", "nccl", "gloo"] = Field(
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = Field(
         "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
+    disk_dir: Optional[str] = Field(None, description="transport disk: a directory that all machines of the run see, "
+                                    "with room for the model; null: the run directory")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
     buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
     verify_every: NonNegativeInt = Field(
@@ -161,6 +188,11 @@ class Cluster(Section):
     trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
     rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
     gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
+    gpus_per_node: PositiveInt = Field(8, description="GPUs of one machine; with the next two, what plans of a sync "
+                                       "reckon with")
+    nic_gb_s: PositiveFloat = Field(50.0, description="network bandwidth of one GPU in one direction, 10^9 bytes/s")
+    nvlink_gb_s: PositiveFloat = Field(
+        400.0, description="bandwidth between the GPUs of one machine, of each in one direction, 10^9 bytes/s")
 
 
 class Eval(Section):

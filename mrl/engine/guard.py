@@ -2,7 +2,8 @@
 
 `python guard.py PIPE_FD GRACE_S COMMAND…` runs COMMAND and adopts everything that COMMAND's family leaves behind
 (child subreaper). When the pipe's other end closes or says stop, when the parent is gone, or when COMMAND ends, every
-descendant gets SIGTERM, and SIGKILL once GRACE_S seconds have passed. Exits with COMMAND's code (128 + n for signal n).
+descendant gets SIGTERM, and SIGKILL once GRACE_S seconds have passed; files in shared memory that they leave behind are
+removed. Exits with COMMAND's code (128 + n for signal n).
 
 `guard_this_process` does the same for a running process.
 
@@ -10,6 +11,7 @@ Standard library only, and nothing of mrl is imported: it starts in milliseconds
 """
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -47,37 +49,53 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def signal_all(number: int) -> bool:
-    """Signal every descendant. False when there is none."""
-    pids = descendants(os.getpid())
-    for pid in pids:
+def signal_all(number: int) -> None:
+    """Signal every descendant."""
+    for pid in descendants(os.getpid()):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             pass
-    return bool(pids)
 
 
-def reap(codes: dict[int, int]) -> None:
-    """Collect every child that has ended."""
+def reap(codes: dict[int, int]) -> bool:
+    """Collect every child that has ended. False when there is no other: then there is no descendant either."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
+def shared_memory(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped: engines that are killed leave them behind."""
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                found.update(re.findall(r"^.* (/dev/shm/\S+)$", file.read(), re.MULTILINE))  # not "(deleted)" ones
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
 def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
-    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant lives."""
+    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; then their shared memory."""
     deadline = time.monotonic() + grace_s
+    left_behind = shared_memory(descendants(os.getpid()))
     signal_all(signal.SIGTERM)
-    while signal_all(signal.SIGKILL if time.monotonic() > deadline else 0):
+    while reap(codes):
         time.sleep(REAP_POLL_S)
-        reap(codes)
-    reap(codes)
+        if time.monotonic() > deadline:
+            signal_all(signal.SIGKILL)
+    for path in left_behind:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
 
 
 def guard_this_process(grace_s: float) -> None:

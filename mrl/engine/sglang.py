@@ -52,7 +52,11 @@ class SglangServer(HttpServer):
         }
         if self.gpus:
             return common | {"NCCL_CUMEM_ENABLE": "0"}  # as SGLang has it; the trainers must do the same
-        return common | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CPU_DIR)}
+        return common | {
+            "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CPU_DIR),
+            # It wants to know the cores of each worker, and binds to none of them for lack of its own kernels.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * self.experiment.rollout.parallel.tp),
+        }
 
     async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
         sampling = {

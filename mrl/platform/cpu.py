@@ -12,6 +12,7 @@ import warnings
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 
 from mrl.platform.base import Platform
 
@@ -139,6 +140,39 @@ def _cuda_means_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
     return make
 
 
+def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's function of another name returns for a tensor on the GPU; anything else as it is."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _unequal_gather(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's all-gather along the first dimension, of parts of `output_split_sizes` rows if these are given."""
+    def gather(part: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None,
+               use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return equal(part, group, use_global_buffer=use_global_buffer)
+        whole = part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        copies = part.repeat(group.size(), *[1] * (part.ndim - 1))
+        dist.all_to_all_single(whole, copies, output_split_sizes, [len(part)] * group.size(), group=group)
+        return whole
+
+    return gather
+
+
+def _unequal_reduce_scatter(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's reduce-scatter along the first dimension, of parts of `input_split_sizes` rows if these are given."""
+    def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None,
+                       use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return equal(whole, group, use_global_buffer=use_global_buffer)
+        mine = input_split_sizes[group.rank()]
+        parts = whole.new_empty(group.size() * mine, *whole.shape[1:])
+        dist.all_to_all_single(parts, whole.contiguous(), [mine] * group.size(), input_split_sizes, group=group)
+        return parts.view(group.size(), mine, *whole.shape[1:]).sum(0)
+
+    return reduce_scatter
+
+
 def _patch_megatron() -> None:
     # Where Transformer Engine is installed, Megatron takes its optimizer and norms, which need a GPU.
     sys.modules["transformer_engine"] = None
@@ -150,7 +184,8 @@ def _patch_megatron() -> None:
         from megatron.core import jit, utils
         from megatron.core.optimizer import clip_grads, optimizer
         from megatron.core.pipeline_parallel import schedules
-        from megatron.core.tensor_parallel import random
+        from megatron.core.tensor_parallel import mappings, random
+        from megatron.core.transformer.moe import token_dispatcher
     finally:
         torch.compile = real_compile
     jit.disable_jit_fuser()
@@ -162,6 +197,15 @@ def _patch_megatron() -> None:
         setattr(on_cpu, name, _cuda_means_cpu(getattr(torch, name)))
     for module in (clip_grads, optimizer, schedules, utils):
         module.torch = on_cpu
+
+    # Megatron turns the sizes of an exchange of tokens into numpy arrays, which torch takes, as it moves them off the
+    # GPU; already on the CPU they would stay tensors, which it does not take.
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
+
+    # Experts that are cut over several ranks gather and reduce as many tokens from each as were sent to it; gloo's own
+    # functions for this want equal parts.
+    mappings._gather_along_first_dim = _unequal_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _unequal_reduce_scatter(mappings._reduce_scatter_along_first_dim)
 
     # These two reach into CUDA's C++ generators, past torch.cuda.
     random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()

@@ -11,21 +11,24 @@ from mrl.reshard.engine_layout import EngineLayout, held_boxes
 from mrl.reshard.families import FAMILIES, family_of
 from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
 from mrl.reshard.network import Network
-from mrl.reshard.params import GatherGroup, ParamPlan, gather_groups, hf_tensors, local_params
+from mrl.reshard.params import (
+    GatherGroup, ParamPlan, chunk_prefix, duplicates, gather_groups, hf_tensors, is_expert, joined_tensors, local_params,
+)
 from mrl.reshard.pieces import Piece
 from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
 from mrl.reshard.rules import Family, MoeKeys, Rule
-from mrl.reshard.spec import ModelSpec, MoeSpec, layout_problems, model_spec, read_config
+from mrl.reshard.spec import MlaSpec, ModelSpec, MoeSpec, layout_problems, model_spec, read_config
 from mrl.reshard.views import assemble_views, direct_views, pack_views
 
 _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export"}
 
 __all__ = [
     "Bucket", "Contribution", "Coord", "DTYPE_BYTES", "EngineLayout", "ExpertCoord", "FAMILIES", "Family",
-    "GatherGroup", "Layout", "ModelSpec", "MoeKeys", "MoeSpec", "Network", "Outline", "ParamPlan", "Part", "Piece",
-    "Rule", "Slice", "SliceOutline", "SyncOptions", "SyncPlan", "assemble_views", "direct_views", "expert_range",
-    "family_of", "gather_groups", "held_boxes", "hf_tensors", "layout_problems", "local_params", "model_spec",
-    "pack_views", "plan_sync", "read_config", *_WITH_TORCH,
+    "GatherGroup", "Layout", "MlaSpec", "ModelSpec", "MoeKeys", "MoeSpec", "Network", "Outline", "ParamPlan", "Part",
+    "Piece", "Rule", "Slice", "SliceOutline", "SyncOptions", "SyncPlan", "assemble_views", "chunk_prefix",
+    "direct_views", "duplicates", "expert_range", "family_of", "gather_groups", "held_boxes", "hf_tensors",
+    "is_expert", "joined_tensors", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
+    "read_config", *_WITH_TORCH,
 ]
 
 

@@ -19,26 +19,26 @@ from mrl.reshard.schedule import Schedule
 _GB = 1e9
 
 
-def lower_bound_s(schedule: Schedule, itemsize: int, network: Network) -> float:
-    """Seconds that no execution can beat. `itemsize`: bytes of an element."""
+def lower_bound_s(schedule: Schedule, network: Network) -> float:
+    """Seconds that no execution can beat."""
     totals = schedule.totals
-    nic, nvlink = network.nic_gb_s * _GB / itemsize, network.nvlink_gb_s * _GB / itemsize
-    return max(totals.sent.max() / nic, totals.received.max() / nic,
+    nic, nvlink = network.nic_gb_s * _GB, network.nvlink_gb_s * _GB
+    return float(max(totals.sent.max() / nic, totals.received.max() / nic,
                totals.gathered.max() / (nvlink if _gathers_inside_nodes(schedule, network) else nic),
-               totals.passed_on.max() / nvlink)
+               totals.passed_on.max() / nvlink))
 
 
-def predicted_s(schedule: Schedule, itemsize: int, network: Network) -> float:
-    """Seconds to be expected. `itemsize`: bytes of an element."""
+def predicted_s(schedule: Schedule, network: Network) -> float:
+    """Seconds to be expected."""
     totals = schedule.totals
-    nic, nvlink = network.nic_gb_s * _GB / itemsize, network.nvlink_gb_s * _GB / itemsize
-    wire = lower_bound_s(schedule, itemsize, network)
+    nic, nvlink = network.nic_gb_s * _GB, network.nvlink_gb_s * _GB
+    wire = lower_bound_s(schedule, network)
     if schedule.strategy == "broadcast":
         wire = max(wire, totals.received.max() * schedule.engines.count / nic)
     messages = max(totals.sends.max(), totals.receives.max()) * network.latency_s
     steps = [step for track in schedule.tracks for step in track.steps]
-    largest = max(sum(load.numel for load in step.loads) for step in steps)
-    return wire + messages + 2 * largest / nvlink
+    largest = max(sum(load.numel for load in step.loads) * schedule.itemsize(step) for step in steps)
+    return float(wire + messages + 2 * largest / nvlink)
 
 
 def _gathers_inside_nodes(schedule: Schedule, network: Network) -> bool:

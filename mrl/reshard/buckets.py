@@ -7,7 +7,7 @@ from typing import Literal, Mapping
 
 from mrl.reshard.pieces import Box, Piece, Shape
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 Mode = Literal["broadcast", "slices", "direct"]
 

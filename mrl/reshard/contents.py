@@ -21,11 +21,11 @@ class Contents:
     """Boxes that leave from `groups`, which are named by their number. Groups that hold parameters of the same shapes,
     like those of other experts or layers, have the same boxes, computed once.
 
-    not_sharded: HF tensors that go in slices whatever the engine holds.
+    te: see `local_params`. not_sharded: HF tensors that go in slices whatever the engine holds.
     """
 
-    def __init__(self, groups: Sequence[GatherGroup], engines: EngineLayout, not_sharded: frozenset[str]):
-        self.groups, self.engines, self.not_sharded = groups, engines, not_sharded
+    def __init__(self, groups: Sequence[GatherGroup], te: bool, engines: EngineLayout, not_sharded: frozenset[str]):
+        self.groups, self.te, self.engines, self.not_sharded = groups, te, engines, not_sharded
         self.spec = groups[0].spec
         self.computed: dict[tuple, object] = {}
         classes: dict[tuple, int] = {}
@@ -33,7 +33,7 @@ class Contents:
                          for number in range(len(group.entries))] for group in groups]
         """By group and parameter, a number that is the same for parameters with the same boxes."""
         kinds: dict[tuple, int] = {}
-        self.kind = [kinds.setdefault((group.ep is None, *numbers), at)
+        self.kind = [kinds.setdefault((*numbers,), at)
                      for at, (group, numbers) in enumerate(zip(groups, self.classes))]
         """By group, the first group of the same kind."""
 
@@ -59,6 +59,10 @@ class Contents:
         """`loads.deal`, with the elements of every load."""
         return self._once(("dealt", id(items), limit, multiple), lambda: _sized(deal(items, limit, multiple, smallest)))
 
+    def numel(self, group: int) -> int:
+        """Elements that leave from a group."""
+        return self._once(("numel", self.kind[group]), lambda: size(self.everything(group, sharded=False)))
+
     def _class(self, group: GatherGroup, parameter: int) -> tuple:
         """What a parameter's boxes depend on: its rule, who is to have it, and which expert of a stacked tensor it is."""
         entry, rule = group.entries[parameter], group.entries[parameter].rule
@@ -78,7 +82,7 @@ class Contents:
         held = self.groups[group]
 
         def compute() -> Given:
-            column = held.column(parameter, te=False)
+            column = held.column(parameter, self.te)
             return tuple(
                 tuple(tuple(piece.hf_index for piece in param.pieces if piece.leaves and piece.hf == tensor.name)
                       for param in column)

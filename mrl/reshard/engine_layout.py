@@ -112,7 +112,11 @@ _HELD: Mapping[Kind, Held] = {**_SHARDED, vocab: _vocabulary, replicated: lambda
 
 def shardable(rule: Rule) -> bool:
     """Whether tensors of this rule may go from shard to shard: MLPs, experts and attention projections."""
-    return rule.kind in _SHARDED
+    return rule.te_kind in _SHARDED and (_attention(rule) or ".mlp." in rule.name)
+
+
+def _attention(rule: Rule) -> bool:
+    return ".self_attention." in rule.name
 
 
 def expert_block(expert: int, num_experts: int, ep: int) -> int:
@@ -130,7 +134,7 @@ def held_boxes(
     `expert`: number of the expert, for a rule of experts. Empty where the worker holds nothing of it. None where this
     table does not know, because the kind is not in it or the sizes do not divide.
     """
-    if rule.kind not in _HELD:
+    if rule.te_kind not in _HELD:  # engines, like Transformer Engine, repeat MLA's projections down to the latents
         return None
     cut = _Cut(layout.tp, worker % layout.tp)
     if rule.expert:
@@ -138,9 +142,9 @@ def held_boxes(
         if block != expert_block(expert, spec.moe.num_experts, layout.ep):
             return ()
         cut = _Cut(layout.world // layout.ep, index)
-    elif "self_attention" in rule.name and layout.engine == "sglang":
+    elif _attention(rule) and layout.engine == "sglang":
         cut = _Cut(layout.tp // layout.dp, worker % (layout.tp // layout.dp))
-    spans = _HELD[rule.kind](tensor, shape, spec, cut)
+    spans = _HELD[rule.te_kind](tensor, shape, spec, cut)
     if any(span is None for span, _ in spans):
         return None
     everything = whole(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, Sequence
@@ -33,11 +34,11 @@ def export_tensors(
     """Every HF tensor of the model exactly once, assembled on the CPU in the shards' dtype.
 
     Stage by stage and chunk by chunk they come in model order, experts after all others of their stage and in the order
-    of the ranks that hold them.
+    of the ranks that hold them; a tensor comes as soon as it is whole.
 
-    `get_local(coord, name)` returns the contiguous shard of a Megatron parameter (or of anything shaped like it, for
-    example its gradient) on the rank at `coord`; it is asked once per shard. ValueError for a shard of another shape
-    than planned.
+    `get_local(coord, name)` returns the contiguous shard of a Megatron parameter or buffer (or of anything shaped like
+    it, for example its gradient) on the rank at `coord`; it is asked once per plan. ValueError for a shard of another
+    shape than planned.
     """
     unfinished: dict[str, tuple[Tensor, int]] = {}  # what is there so far, and the elements that are not
     for group in gather_groups(spec, layout):
@@ -89,8 +90,8 @@ def save_hf(
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        dtypes = _write_weights(tensors, partial, max_shard_bytes)
-        _write_config(config, dtypes, partial)
+        dtype = _write_weights(tensors, partial, max_shard_bytes)
+        _write_config(config, dtype, partial)
         for pattern in _SIDE_FILES:
             for file in Path(source_dir).glob(pattern):
                 shutil.copy(file, partial / file.name)
@@ -101,10 +102,10 @@ def save_hf(
     return out
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int) -> set[torch.dtype]:
-    """Streams tensors into numbered files, holding one file's worth in memory; returns the dtypes seen."""
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int) -> torch.dtype:
+    """Streams tensors into numbered files, holding one file's worth in memory; returns the dtype of most elements."""
     shard_of: dict[str, int] = {}
-    dtypes: set[torch.dtype] = set()
+    dtypes: Counter[torch.dtype] = Counter()
     total = count = 0
     for count, shard in enumerate(_shards(tensors, max_bytes), start=1):
         again = sorted(shard.keys() & shard_of.keys())
@@ -112,7 +113,8 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_b
             raise ValueError(f"exported twice: {', '.join(again)}")
         save_file(shard, directory / _part(count), metadata={"format": "pt"})
         shard_of.update(dict.fromkeys(shard, count))
-        dtypes.update(tensor.dtype for tensor in shard.values())
+        for tensor in shard.values():
+            dtypes[tensor.dtype] += tensor.numel()
         total += sum(tensor.nbytes for tensor in shard.values())
     if not count:
         raise ValueError("no tensors to export")
@@ -122,7 +124,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_b
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: final[i] for name, i in shard_of.items()}}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtypes
+    return dtypes.most_common(1)[0][0]
 
 
 def _part(number: int) -> str:
@@ -146,9 +148,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
         yield shard
 
 
-def _write_config(config: dict, dtypes: set[torch.dtype], directory: Path) -> None:
-    """config.json as it was, except that it names the dtype the weights now have (when it is one)."""
-    if len(dtypes) == 1:
-        key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 writes dtype, and reads both
-        config = {**config, key: str(*dtypes).removeprefix("torch.")}
+def _write_config(config: dict, dtype: torch.dtype, directory: Path) -> None:
+    """config.json as it was, except that it names the dtype the weights now have."""
+    key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 writes dtype, and reads both
+    config = {**config, key: str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

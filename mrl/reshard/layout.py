@@ -125,6 +125,14 @@ class Layout:
         """True on the stage that holds the final norm and the output layer."""
         return coord.pp == self.pp - 1
 
+    def has_embedding(self, coord: Coord, chunk: int) -> bool:
+        """True for the chunk that begins the model."""
+        return self.is_first(coord) and chunk == 0
+
+    def has_output(self, coord: Coord, chunk: int) -> bool:
+        """True for the chunk that ends the model, with the final norm and the output layer."""
+        return self.is_last(coord) and chunk == self.vpp - 1
+
     def layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """Global indices of the layers in one chunk of a pipeline stage, of a model of `num_layers`.
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mrl.reshard.params import ParamPlan, hf_tensors
+from mrl.reshard.params import ParamPlan, duplicates, hf_tensors
 from mrl.reshard.pieces import Piece, slices
 from mrl.reshard.spec import ModelSpec
 
@@ -20,6 +20,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Rotary tables that old versions of transformers saved; they are computed from the config.
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
@@ -37,7 +38,7 @@ def load_hf(path: str | Path, params: Mapping[str, Tensor], plans: Sequence[Para
     with ExitStack() as stack:
         reader = _Reader(directory, file_of, stack)
         problems = [
-            *_name_problems(file_of, spec), *_tensor_problems(reader, plans), *_tied_problems(reader, plans, spec),
+            *_name_problems(file_of, spec), *_tensor_problems(reader, plans), *_copy_problems(reader, plans, spec),
         ]
         if problems:
             raise ValueError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
@@ -103,8 +104,16 @@ def _name_problems(file_of: Mapping[str, str], spec: ModelSpec) -> Iterator[str]
     """Missing and unknown tensors of the whole model, whichever of them this rank holds."""
     expected = hf_tensors(spec).keys()
     yield from (f"missing: {name}" for name in expected if name not in file_of)
-    known = set(expected) | ({_output_name(spec)} if spec.tied else set())
-    yield from (f"unknown: {name}" for name in sorted(file_of.keys() - known) if not _HARMLESS.search(name))
+    known = {*expected, *duplicates(spec)}
+    for name in sorted(file_of.keys() - known):
+        if not _HARMLESS.search(name) and not _dropped(name, spec):
+            yield f"unknown: {name}"
+
+
+def _dropped(name: str, spec: ModelSpec) -> bool:
+    """Whether it belongs to a multi-token-prediction layer, and these are not kept."""
+    layer = _LAYER.match(name)
+    return bool(spec.family.mtp and not spec.mtp_layers and layer and int(layer[1]) >= spec.num_layers)
 
 
 def _tensor_problems(reader: _Reader, plans: Sequence[ParamPlan]) -> Iterator[str]:
@@ -118,17 +127,13 @@ def _tensor_problems(reader: _Reader, plans: Sequence[ParamPlan]) -> Iterator[st
             yield f"wrong dtype: {name} is {found.get_dtype()}, only {', '.join(_FLOATS)} can be loaded"
 
 
-def _tied_problems(reader: _Reader, plans: Sequence[ParamPlan], spec: ModelSpec) -> Iterator[str]:
-    """A tied model's file may still hold an output weight, as long as it is the embedding again."""
-    embedding, output = spec.family.embedding.hf[0][0], _output_name(spec)
-    if not spec.tied or output not in reader or embedding not in reader:
-        return
-    if reader.slice(output).get_shape() != reader.slice(embedding).get_shape() or any(
-        not torch.equal(reader.read(output, piece), reader.read(embedding, piece))
-        for plan in plans for piece in plan.pieces if piece.hf == embedding
-    ):
-        yield f"unknown: {output} differs from {embedding}, but config.json has tie_word_embeddings true"
-
-
-def _output_name(spec: ModelSpec) -> str:
-    return spec.family.output.hf[0][0]
+def _copy_problems(reader: _Reader, plans: Sequence[ParamPlan], spec: ModelSpec) -> Iterator[str]:
+    """Where a file holds twice what is one parameter in Megatron, both must be the same."""
+    for again, original in duplicates(spec).items():
+        if again not in reader or original not in reader:
+            continue
+        pieces = [piece for plan in plans for piece in plan.pieces if piece.hf in (again, original)]
+        if reader.slice(again).get_shape() != reader.slice(original).get_shape() or any(
+            not torch.equal(reader.read(again, piece), reader.read(original, piece)) for piece in pieces
+        ):
+            yield f"unknown: {again} differs from {original}, but Megatron has one parameter for both"

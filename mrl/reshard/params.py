@@ -15,12 +15,20 @@ from mrl.reshard.spec import ModelSpec, layout_problems
 class ParamPlan:
     """One Megatron parameter of one rank: its name, local shape, and its pieces.
 
-    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1).
+    The name is that of `GPTModel.named_parameters()`, behind "chunk{c}." where the rank has several (vpp > 1). Where HF
+    stores a tensor twice, there are two plans of one name.
+    `dtype`: None, the model's; else it is a buffer (`GPTModel.named_buffers()`) of this dtype.
     """
 
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+
+    @property
+    def carried(self) -> bool:
+        """True for weights that are passed on and not trained: those of multi-token-prediction layers."""
+        return "mtp.layers." in self.name
 
     @property
     def numel(self) -> int:
@@ -76,19 +84,25 @@ def chunk_prefix(layout: Layout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
+def is_expert(name: str) -> bool:
+    """Whether Megatron's name is that of a routed expert's parameter (the shared expert is cut like all else)."""
+    return ".mlp.experts." in name
+
+
 @dataclass(frozen=True, slots=True)
 class GatherGroup:
     """Ranks of one pipeline stage that hold some parameters between them, and once more on each replica.
 
     `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold the
     experts of this index; replicas are the expert dp ones. Experts never span indices.
-    `entries`: the parameters that leave from here, all but tied copies, in table order.
+    `dtype`: of its buffers, None: the model's. `entries`: what leaves from here, all but tied copies, in table order.
     """
 
     spec: ModelSpec = field(repr=False, compare=False)
     layout: Layout
     stage: int
     ep: int | None
+    dtype: str | None
     entries: tuple[_Entry, ...] = field(repr=False)
 
     @property
@@ -128,24 +142,55 @@ class GatherGroup:
 
 
 def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
-    """Every group that has something to give, stage by stage, experts' after the other one.
+    """Every group that has something to give, stage by stage, experts' after the other ones.
 
     ValueError listing every reason why the model cannot be cut this way.
     """
     _check(spec, layout)
     for stage in range(layout.pp):
         for ep in (None, *range(layout.ep if spec.moe else 0)):
-            group = GatherGroup(spec, layout, stage, ep, ())
-            held = _entries(spec, layout, layout.coord(group.first))
-            entries = tuple(entry for entry in held if entry.rule.expert == (ep is not None) and not entry.copy)
-            if entries:
-                yield replace(group, entries=entries)
+            first = layout.coord(GatherGroup(spec, layout, stage, ep, None, ()).first)
+            entries: dict[str | None, list[_Entry]] = {}
+            for entry in _entries(spec, layout, first):
+                if entry.rule.expert == (ep is not None) and not entry.copy:
+                    entries.setdefault(entry.rule.dtype, []).append(entry)
+            for dtype, held in entries.items():
+                yield GatherGroup(spec, layout, stage, ep, dtype, tuple(held))
+
+
+def joined_tensors(spec: ModelSpec) -> list[tuple[str, ...]]:
+    """Names of the HF tensors that an engine's loader must be given in one call, group by group."""
+    groups: list[tuple[str, ...]] = []
+    names: tuple[str, ...] = ()
+    for entry in _entries(spec, Layout(), Coord()):
+        own = tuple(tensor.name for tensor in entry.tensors(spec))
+        if entry.rule.joins:
+            if groups and groups[-1] == names:
+                groups.pop()
+            own = names + own
+            groups.append(own)
+        names = own
+    return groups
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and global shape of every tensor of the model's HF checkpoint, in model order."""
     whole = _entries(spec, Layout(), Coord())
     return {tensor.name: tensor.shape for entry in whole for tensor in entry.tensors(spec)}
+
+
+def duplicates(spec: ModelSpec) -> dict[str, str]:
+    """HF tensors that a file may or must have, although Megatron has no parameter of their own for them: name -> the
+    tensor that each equals. These are a tied model's output, and what multi-token-prediction layers share."""
+    family = spec.family
+    embedding, output = (rule.hf[0][0] for rule in (family.embedding, family.output))
+    shared = {family.embedding.name: embedding, family.output.name: output}
+    copies = {output: embedding} if spec.tied else {}
+    for layer in range(spec.num_layers, spec.num_layers + spec.mtp_layers):
+        for rule in spec.layer_rules(layer):
+            if rule.name in shared:
+                copies[rule.hf[0][0].format(layer=layer)] = shared[rule.name]
+    return copies
 
 
 def _check(spec: ModelSpec, layout: Layout) -> None:
@@ -162,11 +207,12 @@ def _plans(
     for entry in entries:
         expert = entry.rule.expert
         grid, index, repetition = (experts, at.etp, at.dp) if expert else (layout, coord.tp, coord.dp)
-        shard = entry.rule.kind(entry.tensors(spec), spec, grid, index)
+        kind = entry.rule.te_kind if te else entry.rule.kind
+        shard = kind(entry.tensors(spec), spec, grid, index)
         pieces = shard.pieces
         if entry.copy or repetition:
             pieces = tuple(replace(piece, leaves=False) for piece in pieces)
-        yield ParamPlan(entry.name(te), shard.shape, pieces)
+        yield ParamPlan(entry.name(te), shard.shape, pieces, entry.rule.dtype)
 
 
 def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
@@ -178,18 +224,26 @@ def _entries(spec: ModelSpec, layout: Layout, coord: Coord) -> Iterator[_Entry]:
 def _chunk_entries(spec: ModelSpec, layout: Layout, coord: Coord, chunk: int) -> Iterator[_Entry]:
     """What one chunk of the rank holds, in table order."""
     family, prefix = spec.family, chunk_prefix(layout, chunk)
-    first, last = layout.is_first(coord) and chunk == 0, layout.is_last(coord) and chunk == layout.vpp - 1
+    first, last = layout.has_embedding(coord, chunk), layout.has_output(coord, chunk)
     experts = expert_range(spec.moe.num_experts, layout.ep, layout.expert_coord(coord).ep) if spec.moe else range(0)
 
     if first:
         yield _Entry(family.embedding, prefix)
     for local_layer, layer in enumerate(layout.layers(spec.num_layers, coord.pp, chunk)):
-        for rule in family.layer:
-            for local_expert, expert in enumerate(experts if rule.expert else range(1)):
-                yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)
+        yield from _layer_entries(spec, prefix, local_layer, layer, experts)
     if last:
         yield _Entry(family.final_norm, prefix)
         if not spec.tied:
             yield _Entry(family.output, prefix)
         elif not first:  # on a stage of its own the tied output needs its own copy of the embedding
             yield _Entry(replace(family.output, hf=family.embedding.hf), prefix, copy=True)
+    for index in range(spec.mtp_layers):
+        for entry in _layer_entries(spec, prefix, index, spec.num_layers + index, experts):
+            if first if entry.rule.name == family.embedding.name else last:
+                yield entry
+
+
+def _layer_entries(spec: ModelSpec, prefix: str, local_layer: int, layer: int, experts: range) -> Iterator[_Entry]:
+    for rule in spec.layer_rules(layer):
+        for local_expert, expert in enumerate(experts if rule.expert else range(1)):
+            yield _Entry(rule, prefix, local_layer, layer, local_expert, expert)

@@ -21,7 +21,7 @@ from mrl.reshard.buckets import DTYPE_BYTES, Bucket, Contribution, Outline, Part
 from mrl.reshard.contents import Contents
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
-from mrl.reshard.loads import Load, size
+from mrl.reshard.loads import Load
 from mrl.reshard.network import Network
 from mrl.reshard.params import gather_groups
 from mrl.reshard.parts import parts_of, shards_of
@@ -58,20 +58,16 @@ class SyncOptions:
             raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
         if self.strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy {self.strategy!r} is not known; known are auto, {', '.join(STRATEGIES)}")
-        if self.bucket_bytes < self.itemsize:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but must be at least {self.itemsize}, one element")
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return DTYPE_BYTES[self.dtype]
+        if self.bucket_bytes < max(DTYPE_BYTES.values()):
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but must be at least {max(DTYPE_BYTES.values())}, "
+                             "one element of any dtype")
 
 
 class Outlines(Sequence[Outline]):
     """Every bucket of a plan in brief, computed when it is asked for."""
 
-    def __init__(self, schedule: Schedule, itemsize: int):
-        self._schedule, self._itemsize = schedule, itemsize
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
 
     def __len__(self) -> int:
         return self._schedule.length
@@ -84,7 +80,7 @@ class Outlines(Sequence[Outline]):
             ranks = schedule.groups[load.group].ranks(replica)
             ranks = ranks if step.worker is None else ranks[rank:rank + 1]
             sender = ranks[0] if step.worker is not None else ranks[rank]
-            slices.append(SliceOutline(load.numel * self._itemsize, ranks, sender))
+            slices.append(SliceOutline(load.numel * schedule.itemsize(step), ranks, sender))
         return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, tuple(slices))
 
 
@@ -108,7 +104,12 @@ class SyncPlan:
     @property
     def outline(self) -> Sequence[Outline]:
         """Every bucket in brief; item i is that of bucket i."""
-        return Outlines(self.schedule, self.options.itemsize)
+        return Outlines(self.schedule)
+
+    def outline_of_rank(self, rank: int) -> Iterator[Outline]:
+        """The buckets in which a trainer rank takes part, in brief and in order."""
+        outline = self.outline
+        return (outline[index] for index in self.schedule.of_rank(rank))
 
     def bucket(self, index: int) -> Bucket:
         """One bucket with its contents. IndexError for one that is not there."""
@@ -140,7 +141,7 @@ class SyncPlan:
                 parts = self._parts(load)
                 given = self._shards(load, None if step.worker is None else rank) if shards else ()
             slices.append(Slice(load.numel, parts, brief.ranks, brief.sender, given))
-        return Bucket(index, self.options.dtype, outline.mode, outline.engines, outline.worker, tuple(slices))
+        return Bucket(index, self.schedule.dtype_of(step), outline.mode, outline.engines, outline.worker, tuple(slices))
 
     def _parts(self, load: Load) -> tuple[Part, ...]:
         return parts_of(load, self.schedule.groups[load.group])
@@ -167,31 +168,26 @@ class SyncPlan:
         return self.schedule.senders(engine % self.schedule.lanes)
 
     @cached_property
-    def max_slice_numel(self) -> int:
-        """Elements of the largest slice."""
-        return max(load.numel for track in self.schedule.tracks for step in track.steps for load in step.loads)
-
-    @cached_property
-    def max_bucket_numel(self) -> int:
-        """Elements of the largest flat bucket."""
-        return max(len(step.loads) * max(load.numel for load in step.loads)
+    def max_bucket_bytes(self) -> int:
+        """Bytes of the largest flat bucket."""
+        return max(len(step.loads) * max(load.numel for load in step.loads) * self.schedule.itemsize(step)
                    for track in self.schedule.tracks for step in track.steps)
 
     @property
     def bytes_by_sender(self) -> Mapping[int, int]:
         """Bytes that each sending rank puts on the network, to all engines; a broadcast counts once an engine."""
         sent = self.schedule.totals.sent
-        return {rank: int(sent[rank]) * self.options.itemsize for rank in sent.nonzero()[0].tolist()}
+        return {rank: int(sent[rank]) for rank in sent.nonzero()[0].tolist()}
 
     @property
     def bytes_by_worker(self) -> tuple[int, ...]:
         """Bytes that each worker of any engine takes from the network. All engines' are equal."""
-        return tuple(int(count) * self.options.itemsize for count in self.schedule.totals.received)
+        return tuple(self.schedule.totals.received.tolist())
 
     @property
     def lower_bound_s(self) -> float:
         """Seconds that no execution of this plan can beat on `network` (`bounds.py`)."""
-        return lower_bound_s(self.schedule, self.options.itemsize, self.network)
+        return lower_bound_s(self.schedule, self.network)
 
     @property
     def predicted_s(self) -> float:
@@ -218,16 +214,15 @@ def plan_sync(
     below one element, and a layout that does not fit the model.
     """
     groups = tuple(gather_groups(spec, layout))
-    contents = Contents(groups, engine_layout, options.not_sharded)
-    task = Task(groups, contents, engine_layout, options.bucket_bytes // options.itemsize,
-                -(-options.smallest_bytes // options.itemsize))
-    schedules = {name: Schedule(name, groups, strategy(task), engine_layout)
+    contents = Contents(groups, options.te, engine_layout, options.not_sharded)
+    task = Task(groups, contents, engine_layout, options.dtype, options.bucket_bytes, options.smallest_bytes)
+    schedules = {name: Schedule(name, options.dtype, groups, strategy(task), engine_layout)
                  for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
-    predictions = {name: predicted_s(schedule, options.itemsize, network) for name, schedule in schedules.items()}
+    predictions = {name: predicted_s(schedule, network) for name, schedule in schedules.items()}
     chosen = _choose(predictions)
-    numel = sum(size(contents.everything(number, sharded=False)) for number in range(len(groups)))
-    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen],
-                    numel * options.itemsize)
+    total_bytes = sum(contents.numel(number) * DTYPE_BYTES[group.dtype or options.dtype]
+                      for number, group in enumerate(groups))
+    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen], total_bytes)
 
 
 def _choose(predictions: Mapping[str, float]) -> str:

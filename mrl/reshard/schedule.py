@@ -12,19 +12,28 @@ from typing import Iterator, Sequence
 
 import numpy as np
 
-from mrl.reshard.buckets import Mode
+from mrl.reshard.buckets import DTYPE_BYTES, Mode
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.params import GatherGroup
 from mrl.reshard.strategy import Step, Track, interleave, turn_order
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tracks of `strategy`, for all engines of a layout."""
+    """The tracks of `strategy`, for all engines of a layout. `dtype`: of groups that have none of their own."""
 
     strategy: str
+    dtype: str
     groups: Sequence[GatherGroup]
     tracks: Sequence[Track]
     engines: EngineLayout
+
+    def dtype_of(self, step: Step) -> str:
+        """The dtype of a bucket."""
+        return self.groups[step.loads[0].group].dtype or self.dtype
+
+    def itemsize(self, step: Step) -> int:
+        """Bytes of an element of a bucket."""
+        return DTYPE_BYTES[self.dtype_of(step)]
 
     @property
     def lanes(self) -> int:
@@ -122,14 +131,14 @@ class Schedule:
 
     @cached_property
     def totals(self) -> Totals:
-        """Elements and messages of every rank and worker."""
+        """Bytes and messages of every rank and worker."""
         return _totals(self)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a whole sync. By global rank: elements sent to engines, messages, elements received in gathers. By worker
-    of an engine: elements received from trainers, messages, elements received from the other workers of its node."""
+    """Sums over a whole sync. By global rank: bytes sent to engines, messages, bytes received in gathers. By worker of an
+    engine: bytes received from trainers, messages, bytes received from the other workers of its node."""
 
     sent: np.ndarray
     sends: np.ndarray
@@ -141,12 +150,12 @@ class Totals:
 
 def _totals(schedule: Schedule) -> Totals:
     steps = [step for track in schedule.tracks for step in track.steps]
-    slices = [(at, schedule.groups[load.group], load.numel, replica, rank)
+    slices = [(at, schedule.groups[load.group], load.numel * schedule.itemsize(step), replica, rank)
               for at, step in enumerate(steps) for load, (replica, rank) in zip(step.loads, step.senders) if load.numel]
-    of_step, numel, replica = (np.array([entry[i] for entry in slices], dtype=np.int64) for i in (0, 2, 3))
+    of_step, size, replica = (np.array([entry[i] for entry in slices], dtype=np.int64) for i in (0, 2, 3))
     first = np.array([group.first + rank for _, group, _, _, rank in slices], dtype=np.int64)
     stride = np.array([group.stride for _, group, *_ in slices], dtype=np.int64)
-    others = np.array([(group.size - 1) * numel // group.size for _, group, numel, *_ in slices], dtype=np.int64)
+    others = np.array([(group.size - 1) * size // group.size for _, group, size, *_ in slices], dtype=np.int64)
     copies = np.array([schedule.copies(steps[at]) for at, *_ in slices], dtype=np.int64)
     layout = schedule.groups[0].layout
     sent, sends, gathered = (np.zeros(layout.world, dtype=np.int64) for _ in range(3))
@@ -156,7 +165,7 @@ def _totals(schedule: Schedule) -> Totals:
     for lane in range(schedule.lanes):
         chosen = (2 * lane * turns + 2 * turn + 1) * blocks // (2 * turns * schedule.lanes) * block
         ranks = first + (chosen[of_step] + replica) * stride
-        np.add.at(sent, ranks, numel * copies)
+        np.add.at(sent, ranks, size * copies)
         np.add.at(sends, ranks, copies)
         np.add.at(gathered, ranks, others)
     return Totals(sent, sends, gathered, *_worker_totals(schedule, steps))
@@ -170,8 +179,8 @@ def _worker_totals(schedule: Schedule, steps: list[Step]) -> tuple[np.ndarray, .
         mode = schedule.mode(step)
         for at, load in enumerate(step.loads):
             workers = {"direct": step.worker, "broadcast": slice(None), "slices": slice(at, None, node)}[mode]
-            received[workers] += load.numel
+            received[workers] += load.numel * schedule.itemsize(step)
             receives[workers] += load.numel > 0
         if mode == "slices":
-            passed_on += (node - 1) * max(load.numel for load in step.loads)
+            passed_on += (node - 1) * max(load.numel for load in step.loads) * schedule.itemsize(step)
     return received, receives, passed_on

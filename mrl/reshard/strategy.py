@@ -9,7 +9,8 @@ from itertools import groupby
 from math import gcd, lcm
 from typing import Callable, Iterable, Mapping, Sequence, TypeVar
 
-from mrl.reshard.contents import Contents
+from mrl.reshard.buckets import DTYPE_BYTES
+from mrl.reshard.contents import Contents, Sized
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.loads import Items, Load
 from mrl.reshard.params import GatherGroup
@@ -51,20 +52,37 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be planned. `limit`: elements of a bucket. `smallest`: elements below which slices are not cut."""
+    """What is to be planned. `bucket_bytes`: of a whole bucket; `smallest_bytes`: below which slices are not cut.
+
+    `dtype`: of groups that have none of their own.
+    """
 
     groups: Sequence[GatherGroup]
     contents: Contents
     engines: EngineLayout
-    limit: int
-    smallest: int
+    dtype: str
+    bucket_bytes: int
+    smallest_bytes: int
+
+    def filled(self, group: int, items: Items) -> Sequence[Sized]:
+        """Whole tensors of a group, packed into buckets."""
+        return self.contents.filled(items, self.bucket_bytes // self._itemsize(group))
+
+    def dealt(self, group: int, items: Items, slices: int, multiple: int) -> Sequence[Sized]:
+        """Boxes of a group, dealt over a multiple of `multiple` slices of which a bucket has `slices`."""
+        itemsize = self._itemsize(group)
+        return self.contents.dealt(items, max(1, self.bucket_bytes // itemsize // slices), multiple,
+                                   -(-self.smallest_bytes // itemsize))
+
+    def _itemsize(self, group: int) -> int:
+        return DTYPE_BYTES[self.groups[group].dtype or self.dtype]
 
 
 def broadcast(task: Task) -> list[Track]:
     """From replica 0, one sender a group, to all workers."""
     sequences = []
     for number, group in enumerate(task.groups):
-        loads = task.contents.filled(task.contents.everything(number, sharded=False), task.limit)
+        loads = task.filled(number, task.contents.everything(number, sharded=False))
         sequences.append([Step(group.stage, (Load(number, *load),), ((0, 0),), 1, 1, 0, 1) for load in loads])
     return [Track(tuple(interleave(sequences)))]
 
@@ -94,7 +112,7 @@ def interleave(sequences: Iterable[Sequence[T]]) -> list[T]:
 def _in_slices(task: Task, sharded: bool) -> list[Track]:
     """The track of all buckets in slices, those of all stages in turn. `sharded`: less what goes shard to shard."""
     sequences, spread = [], 0
-    for _, pool in groupby(enumerate(task.groups), key=lambda entry: (entry[1].stage, entry[1].ep is None)):
+    for _, pool in groupby(enumerate(task.groups), key=lambda entry: _pool(entry[1])):
         contents = {number: items for number, _ in pool if (items := task.contents.everything(number, sharded))}
         if contents:
             steps = _pool_steps(task, contents)
@@ -105,6 +123,11 @@ def _in_slices(task: Task, sharded: bool) -> list[Track]:
     return [Track(steps, spread=min(spread, len(steps)))] if steps else []
 
 
+def _pool(group: GatherGroup) -> tuple:
+    """Equal for groups whose slices may share buckets."""
+    return group.stage, group.ep is None, group.dtype
+
+
 def _pool_steps(task: Task, contents: dict[int, Items]) -> list[Step]:
     """Buckets in slices of `contents`, from groups of one kind in one stage: neighbouring slices come from other ranks."""
     slices, group = task.engines.node, task.groups[next(iter(contents))]
@@ -112,8 +135,7 @@ def _pool_steps(task: Task, contents: dict[int, Items]) -> list[Step]:
     blocks = group.replicas // block
     buckets = -(-blocks // task.engines.count)  # over which the blocks that serve one engine are dealt
     multiple = lcm(slices * buckets, len(contents)) // len(contents)
-    dealt = {number: task.contents.dealt(items, task.limit // slices, multiple, task.smallest)
-             for number, items in contents.items()}
+    dealt = {number: task.dealt(number, items, slices, multiple) for number, items in contents.items()}
     sent: list[tuple[Load, tuple[int, int]]] = []
     for turn in range(max(map(len, dealt.values()))):
         sender = (turn // group.size % block, turn % group.size)
@@ -141,7 +163,7 @@ def _shard_to_shard(task: Task, experts: bool) -> list[Track]:
             served[number, rank] = [*shares]
             multiple = -(-group.replicas // (task.engines.count * max(1, len(shares))))
             loads = [(worker, at, Load(number, *load)) for worker, items in shares.items()
-                     for at, load in enumerate(task.contents.dealt(items, task.limit, multiple, task.smallest))]
+                     for at, load in enumerate(task.dealt(number, items, 1, multiple))]
             for turn, (worker, at, load) in enumerate(loads):
                 to_worker[worker].append((at, Step(
                     group.stage, (load,), ((0, rank),), 1, group.replicas, turn, len(loads), worker)))

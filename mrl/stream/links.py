@@ -5,6 +5,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Iterable, Mapping, NamedTuple, Optional
 
 import torch
@@ -90,7 +91,8 @@ def seats(plan: SyncPlan, rank: int) -> dict[int, Seat]:
 class Links:
     """The links of one sender. `store` is this thread's connection to the weight store; what is sent lies on `device`.
 
-    errors: by engine, why its link was lost in the push that `begin` began.
+    errors: by engine, why its link was lost in the push that `begin` began. folder: where the disk transport writes;
+    None with the others.
     """
 
     rank: int
@@ -98,6 +100,7 @@ class Links:
     device: torch.device
     open: dict[int, Link] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    folder: Optional[Path] = None
 
     def begin(self, targets: list[Target], seats: Mapping[int, Seat], timeout_s: float) -> None:
         """Wait until every engine that has a seat for us stands ready, and build the links that are new.
@@ -166,7 +169,7 @@ class Links:
 
         def meet(part: str, rank: int, senders: int) -> Transport:
             return connect(request.transport, Meeting(store, request.store_host, request.link, part, rank,
-                                                      senders + target.workers, self.device), deadline)
+                                                      senders + target.workers, self.device, self.folder), deadline)
 
         try:
             store = open_store(request.store_host, request.store_port, deadline)

@@ -43,6 +43,12 @@ def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets:
     return sent
 
 
+def label_prefix(version: tuple[int, int], push: int) -> str:
+    """Begins the labels of all that is sent in one push; for the disk transport, a folder."""
+    attempt, step = version
+    return f"{attempt}/{step}/{push}"
+
+
 class _SenderThread(threading.Thread):
     """Sends the filled slices in order. `free` counts slots of the ring that every link has finished with."""
 
@@ -52,8 +58,7 @@ class _SenderThread(threading.Thread):
         self.shares, self.slots, self.device = gatherer.sends, len(gatherer.ring), links.device
         self.links, self.seats, self.targets, self.timeout_s, self.sent = links, seats, targets, timeout_s, sent
         self.engines = {target.request.engine: target for target in targets}
-        attempt, step = targets[0].request.version
-        self.prefix = f"{attempt}/{step}/{targets[0].request.push}"
+        self.prefix = label_prefix(targets[0].request.version, targets[0].request.push)
         self.free, self.filled = threading.Semaphore(self.slots), threading.Semaphore(0)
         self.sums: dict[int, Sums] = {}
         self.crash: Optional[BaseException] = None

@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -15,19 +16,18 @@ import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
+from mrl.receiver.mrl_receiver.disk import discard
 from mrl.receiver.mrl_receiver.links import address_towards
 from mrl.receiver.mrl_receiver.wire import SyncRequest
-from mrl.reshard.engine_layout import EngineLayout
-from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
+from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
-from mrl.stream.pipeline import stream
+from mrl.stream.pipeline import label_prefix, stream
+from mrl.stream.planning import plan_of
 from mrl.stream.report import PushReport, Sent
 
 logger = logging.getLogger(__name__)
-
-MIB = 1 << 20
 
 
 class WeightSync:
@@ -35,23 +35,24 @@ class WeightSync:
 
     trainer: gives `spec`, `layout`, `te` and `local_params()`. engines: handles of the EngineServer actors on rank 0,
     None elsewhere. host: the address of this machine under which engines reach rank 0; by default 127.0.0.1 when all
-    trainer ranks are on one machine, else this machine's address.
+    trainer ranks are on one machine, else this machine's address. folder: this run's alone, where the disk transport
+    leaves weights on their way; it needs one.
     """
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
-                 host: Optional[str] = None):
-        self.settings, self.trainer, self.rank = experiment.sync, trainer, dist.get_rank()
-        self.engine_layout = engine_layout(experiment)
-        self.options = SyncOptions(strategy=experiment.sync.strategy, bucket_bytes=int(experiment.sync.bucket_mb * MIB),
-                                   dtype=experiment.model.dtype, te=trainer.te)
-        self.store, store_host = self._open_store(host)
+                 host: Optional[str] = None, folder: Optional[Path] = None):
+        self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
         device = next(iter(trainer.local_params().values())).device
-        self.links = Links(self.rank, self.store, device)
+        transport = _transport(experiment, device)
+        self.folder = folder if transport == "disk" else None
+        if self.rank == 0:
+            self._discard()  # what a gang that died has left, before any rank of this one can write
+        self.store, store_host = self._open_store(host)
+        self.links = Links(self.rank, self.store, device, folder=self.folder)
         self._plan()
         self.calls: Optional[EngineCalls] = None
         if self.rank == 0:
-            self.calls = EngineCalls(engines or [], run_id, self.settings, _transport(experiment, device), self.store,
-                                     store_host)
+            self.calls = EngineCalls(engines or [], run_id, self.settings, transport, self.store, store_host)
         self.pushes = 0
         self.left: dict[int, list[str]] = {}  # rank 0: by push, the store keys it has left behind
 
@@ -68,15 +69,16 @@ class WeightSync:
             self._sweep()
             current = self.calls.begin(number, version, engines, self.plan, self._exclude)
             targets = current.targets
-            self.store.set(_key(number, "targets"), json.dumps(
-                {"targets": [asdict(target) for target in targets], "not_sharded": sorted(self.options.not_sharded)}))
+            self.store.set(_key(number, "targets"), json.dumps({
+                "targets": [asdict(target) for target in targets],
+                "not_sharded": sorted(self.plan.options.not_sharded)}))
             self.calls.start(current)
         else:
             targets = self._hear_targets(number)
-        ranks = participants(self.plan, {target.request.engine for target in targets})
+        reached = frozenset(target.request.engine for target in targets)
+        ranks = self._participants(reached)
         if self.rank in ranks:
-            gatherer = self._gatherer(targets)
-            sent = stream(gatherer, self.links, self.seats, targets, self.settings.timeout_s)
+            sent = stream(self._gatherer(reached), self.links, self.seats, targets, self.settings.timeout_s)
             self.store.set(_key(number, f"sent/{self.rank}"), sent.to_json())
         if current is not None:
             report = self._conclude(current, ranks, began)
@@ -92,14 +94,21 @@ class WeightSync:
         Not collective. Rank 0 must outlive the others' last push all the same, because it serves the store.
         """
         self.links.close()
+        if self.rank == 0:
+            self._discard()
 
     # -- rank 0
+
+    def _discard(self, part: str = "") -> None:
+        """Remove the files of the disk transport, or a part of them."""
+        if self.folder is not None:
+            discard(self.folder / part)
 
     def _exclude(self, unfit: dict[str, str]) -> SyncPlan:
         """Plan anew, without sending these HF tensors as shards."""
         logger.warning("%d tensors travel whole, because engines cannot take them as shards: %s", len(unfit),
                        "; ".join(f"{name}: {why}" for name, why in sorted(unfit.items())))
-        self._plan(self.options.not_sharded | unfit.keys())
+        self._plan(self.plan.options.not_sharded | unfit.keys())
         return self.plan
 
     def _conclude(self, push: Round, ranks: frozenset[int], began: float) -> PushReport:
@@ -107,6 +116,7 @@ class WeightSync:
         sent = [Sent.from_json(self._hear(_key(push.number, f"sent/{rank}"))) for rank in sorted(ranks)]
         self.calls.conclude(push, lambda engine: [part.errors[engine] for part in sent if engine in part.errors],
                             time.monotonic() + self.settings.timeout_s + MARGIN_S)
+        self._discard(label_prefix(push.version, push.number))  # every engine has committed it or given up
         results = push.results.values()
         self.left[push.number] = [
             *(_key(push.number, name) for name in ("targets", "report", *(f"sent/{rank}" for rank in ranks))),
@@ -133,14 +143,22 @@ class WeightSync:
     def _plan(self, not_sharded: frozenset[str] = frozenset()) -> None:
         """Make the plan, and what depends on it; the links of an earlier one are of no use any more."""
         self.links.close()
-        self.options = replace(self.options, not_sharded=not_sharded)
-        self.plan = plan_sync(self.trainer.spec, self.trainer.layout, self.engine_layout, self.options)
+        self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
+        self.participants: dict[frozenset[int], frozenset[int]] = {}
 
-    def _gatherer(self, targets: list[Target]) -> Gatherer:
+    def _participants(self, engines: frozenset[int]) -> frozenset[int]:
+        """The ranks that gather or send something for these engines."""
+        if engines not in self.participants:
+            self.participants[engines] = frozenset(
+                rank for bucket in self.plan.outline if not engines.isdisjoint(bucket.engines)
+                for one in bucket.slices for rank in one.ranks)
+        return self.participants[engines]
+
+    def _gatherer(self, engines: frozenset[int]) -> Gatherer:
         """Views into the parameters, made anew only when these have moved or the engines are others."""
-        params, engines = self.trainer.local_params(), frozenset(target.request.engine for target in targets)
+        params = self.trainer.local_params()
         if self.gatherer is None or not self.gatherer.current(params, engines):
             self.gatherer = None  # its buffers go before the next one's come
             self.gatherer = Gatherer(self.plan, self.rank, params, engines, self.settings.buffers)
@@ -150,7 +168,7 @@ class WeightSync:
         """What rank 0 has to say at the beginning of a push: whom it is for, and by which plan."""
         order = json.loads(self._hear(_key(number, "targets")))
         not_sharded = frozenset(order["not_sharded"])
-        if not_sharded != self.options.not_sharded:
+        if not_sharded != self.plan.options.not_sharded:
             self._plan(not_sharded)
         return [Target(SyncRequest.from_json(json.dumps(entry["request"])), entry["workers"])
                 for entry in order["targets"]]
@@ -174,18 +192,6 @@ class WeightSync:
                                   master_listen_fd=listener.detach())
         dist.broadcast_object_list(place, src=0)
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
-
-
-def engine_layout(experiment: Experiment) -> EngineLayout:
-    """What a plan has to know of the fleet."""
-    rollout = experiment.rollout
-    return EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp)
-
-
-def participants(plan: SyncPlan, engines: set[int]) -> frozenset[int]:
-    """The ranks that gather or send something for these engines."""
-    return frozenset(rank for bucket in plan.outline if not engines.isdisjoint(bucket.engines)
-                     for one in bucket.slices for rank in one.ranks)
 
 
 def _key(push: int, name: str) -> str:

@@ -3,6 +3,7 @@
 A directory holds
     meta.json                               layout, optimizer steps, versions
     weights_tp{t}_pp{p}.safetensors         Megatron names, written by data-parallel rank 0
+    experts_ep{e}_etp{t}_pp{p}.safetensors  the experts of a mixture, written by the first rank that holds them
     state_rank{r}.pt                        this rank's shard of moments and fp32 masters, and its random state
 It appears whole or not at all. All ranks must see the same file system.
 """
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
-from mrl.reshard import Layout
+from mrl.reshard import is_expert
 from mrl.trainer.export import export_checkpoint
-from mrl.trainer.files import META, read_meta, state_file, weights_file
+from mrl.trainer.files import META, experts_file, read_meta, state_file, weights_file
 
 if TYPE_CHECKING:
     from mrl.trainer.trainer import Trainer
@@ -48,7 +49,7 @@ def export(trainer: Trainer, out: Path) -> None:
     _write_weights(trainer, shards)
     if dist.get_rank() == 0:
         try:
-            export_checkpoint(shards, trainer.source, out)
+            export_checkpoint(shards, trainer.spec, trainer.source, out)
         finally:
             shutil.rmtree(shards)
     dist.barrier()
@@ -63,10 +64,12 @@ def load(trainer: Trainer, directory: Path) -> None:
     """
     layout, meta = read_meta(directory)
     if layout != trainer.layout:
-        raise ValueError(f"{directory} was written with {_words(layout)}, this run has {_words(trainer.layout)}; "
+        raise ValueError(f"{directory} was written with {layout}, this run has {trainer.layout}; "
                          "resume with the same trainer.parallel and number of trainer ranks, or start from an export")
     params = trainer.local_params()
     weights = load_file(directory / weights_file(trainer.coord))
+    if trainer.spec.moe:
+        weights |= load_file(directory / experts_file(trainer.layout, trainer.coord))
     _check(params, weights, directory)
     with torch.no_grad():
         for name, param in params.items():
@@ -85,11 +88,19 @@ def _write_weights(trainer: Trainer, directory: Path) -> None:
         directory.mkdir(parents=True)
         (directory / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
     dist.barrier()
+    params = trainer.local_params()
     if trainer.dp_rank == 0:
-        # Copies: a live parameter is a view of Megatron's flat buffer, which would be written whole.
-        weights = {name: param.to("cpu", copy=True) for name, param in trainer.local_params().items()}
-        save_file(weights, directory / weights_file(trainer.coord))
+        _save({name: param for name, param in params.items() if not is_expert(name)},
+              directory / weights_file(trainer.coord))
+    if trainer.spec.moe and trainer.layout.expert_coord(trainer.coord).dp == 0:
+        _save({name: param for name, param in params.items() if is_expert(name)},
+              directory / experts_file(trainer.layout, trainer.coord))
     dist.barrier()
+
+
+def _save(params: Mapping[str, torch.Tensor], file: Path) -> None:
+    # Copies: a live parameter is a view of Megatron's flat buffer, which would be written whole.
+    save_file({name: param.to("cpu", copy=True) for name, param in params.items()}, file)
 
 
 def _meta(trainer: Trainer) -> dict[str, Any]:
@@ -161,7 +172,3 @@ def _check(params: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], di
     if wrong:
         raise ValueError(f"{directory} holds other parameters than this run's model ({len(wrong)} differ; check "
                          "model.path and model.dtype):\n  " + "\n  ".join(wrong[:10]))
-
-
-def _words(layout: Layout) -> str:
-    return f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"

@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 from mrl.config.load import load_experiment
-from mrl.reshard import Coord, model_spec, read_config
+from mrl.reshard import Coord, ModelSpec, is_expert, model_spec, read_config
 from mrl.reshard.export import export_tensors, save_hf
-from mrl.trainer.files import checkpoint_dir, model_directory, read_meta, saved_steps, weights_file
+from mrl.trainer.files import checkpoint_dir, experts_file, model_directory, read_meta, saved_steps, weights_file
 
 
 def export_run(run: Path, step: int | None, out: Path) -> Path:
@@ -21,21 +23,24 @@ def export_run(run: Path, step: int | None, out: Path) -> Path:
         FileExistsError: `out` is not empty.
     """
     checkpoint = _checkpoint(run, step)
-    experiment = load_experiment(run / "config.yaml")
-    return export_checkpoint(checkpoint, model_directory(experiment.model.path), out)
+    section = load_experiment(run / "config.yaml").model
+    model = model_directory(section.path)
+    return export_checkpoint(checkpoint, model_spec(read_config(model), section.mtp), model, out)
 
 
-def export_checkpoint(checkpoint: Path, model: Path, out: Path) -> Path:
-    """Write `checkpoint` to `out`; config and tokenizer come from `model`, the directory that training began from."""
+def export_checkpoint(checkpoint: Path, spec: ModelSpec, model: Path, out: Path) -> Path:
+    """Write `checkpoint`, of a model of this spec, to `out`; config and tokenizer come from `model`, the directory that
+    training began from."""
     layout, meta = read_meta(checkpoint)
     with ExitStack() as stack:
-        files = {coord: stack.enter_context(safe_open(checkpoint / weights_file(coord), framework="pt"))
-                 for coord in layout.shards()}
+        @cache
+        def opened(file: str) -> Any:
+            return stack.enter_context(safe_open(checkpoint / file, framework="pt"))
 
         def shard(coord: Coord, name: str) -> Tensor:
-            return files[coord].get_tensor(name)
+            return opened(experts_file(layout, coord) if is_expert(name) else weights_file(coord)).get_tensor(name)
 
-        tensors = export_tensors(model_spec(read_config(model)), layout, shard, te=meta["transformer_engine"])
+        tensors = export_tensors(spec, layout, shard, te=meta["transformer_engine"])
         return save_hf(tensors, model, out)
 
 

@@ -33,8 +33,14 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def weights_file(coord: Coord) -> str:
-    """Name of the file with the weights of one (tp, pp) shard."""
+    """Name of the file with the weights of one (tp, pp) shard, all but experts'."""
     return f"weights_tp{coord.tp}_pp{coord.pp}.safetensors"
+
+
+def experts_file(layout: Layout, coord: Coord) -> str:
+    """Name of the file with the experts' weights of one (ep, etp, pp) shard."""
+    at = layout.expert_coord(coord)
+    return f"experts_ep{at.ep}_etp{at.etp}_pp{coord.pp}.safetensors"
 
 
 def state_file(rank: int) -> str:

@@ -64,12 +64,12 @@ class SDPACoreAttention(torch.nn.Module):
         self.scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params: PackedSequences, **_) -> torch.Tensor:
-        """query [tokens, heads, d]; key, value [tokens, kv_heads, d] -> [tokens, heads * d]."""
+        """query [tokens, heads, d]; key [tokens, kv_heads, d], value [tokens, kv_heads, dv] -> [tokens, heads * dv]."""
         groups = packed_seq_params.padded_groups
         if len(groups) == 1:
             source, target, n, longest = groups[0]
             return self._attend(query, key, value, target, n, longest).flatten(1)
-        out = torch.zeros_like(query)
+        out = value.new_zeros(*query.shape[:2], value.shape[2])
         for source, target, n, longest in groups:
             rows = (x.index_select(0, source) for x in (query, key, value))
             out = out.index_copy(0, source, self._attend(*rows, target, n, longest))
@@ -85,4 +85,4 @@ class SDPACoreAttention(torch.nn.Module):
 
         key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
         out = F.scaled_dot_product_attention(pad(query), pad(key), pad(value), is_causal=True, scale=self.scale)
-        return out.transpose(1, 2).reshape(n * longest, *query.shape[1:]).index_select(0, target)
+        return out.transpose(1, 2).reshape(n * longest, query.shape[1], -1).index_select(0, target)

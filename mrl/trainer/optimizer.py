@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -36,7 +37,7 @@ class StepReport:
 class GuardedOptimizer:
     """Clip, check, step, schedule. Built after the weights are loaded: bf16 weights are copied into fp32 masters."""
 
-    def __init__(self, model: DistributedDataParallel, section: OptimizerSection, dtype: torch.dtype,
+    def __init__(self, chunks: list[DistributedDataParallel], section: OptimizerSection, dtype: torch.dtype,
                  total_steps: int) -> None:
         self.clip_grad = section.clip_grad
         self.megatron = get_megatron_optimizer(OptimizerConfig(
@@ -44,7 +45,7 @@ class GuardedOptimizer:
             adam_beta1=section.betas[0], adam_beta2=section.betas[1], adam_eps=section.eps,
             clip_grad=section.clip_grad, use_distributed_optimizer=True,
             bf16=dtype == torch.bfloat16, params_dtype=dtype,
-        ), [model], use_gloo_process_groups=False)
+        ), chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(self.megatron, section, total_steps)
 
     @property
@@ -70,12 +71,19 @@ class GuardedOptimizer:
         # Megatron advances a schedule after the step; then a warm-up would spend its first step on lr 0.
         self.schedule.step(increment=1)
         self.megatron.prepare_grads()
-        clip = self.clip_grad > 0
-        norm = float(self.megatron.clip_grad_norm(self.clip_grad) if clip else self.megatron.get_grad_norm())
+        norm = float(self.megatron.get_grad_norm())
         skipped = not math.isfinite(norm)
         if not skipped:
+            self._clip(norm)
             self.megatron.step_with_ready_grads()
         return StepReport(norm, max(group["lr"] for group in self.megatron.param_groups), skipped)
+
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients of all optimizers by what brings the whole model's norm down to the limit."""
+        for optimizer in megatron_compat.chain(self.megatron):
+            params = optimizer.get_parameters()
+            if self.clip_grad > 0 and params:
+                clip_grad_by_total_norm_fp32(params, self.clip_grad, norm)
 
     def resume_schedule(self, steps: int) -> None:
         """Continue the schedule after `steps` optimizer steps."""

@@ -33,17 +33,15 @@ def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
     """Build Megatron's process groups (once per process and layout) and seed its generators. Collective.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of tp * pp.
+        ValueError: the number of ranks is not a multiple of tp * pp, or that of a stage's not one of ep * etp.
     """
-    world, replica = dist.get_world_size(), parallel.tp * parallel.pp
-    if world % replica:
-        raise ValueError(f"{world} trainer ranks cannot be split into replicas of trainer.parallel.tp {parallel.tp} * "
-                         f"pp {parallel.pp} = {replica} ranks")
-    layout = Layout(tp=parallel.tp, pp=parallel.pp, dp=world // replica)
+    layout = parallel.layout(dist.get_world_size())
     if not _entered(layout):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -51,6 +49,10 @@ def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
 
 
 def _entered(layout: Layout) -> bool:
-    return (parallel_state.model_parallel_is_initialized()
-            and parallel_state.get_tensor_model_parallel_world_size() == layout.tp
-            and parallel_state.get_pipeline_model_parallel_world_size() == layout.pp)
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    return (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) == (
+        parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size(),
+    )

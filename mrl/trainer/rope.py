@@ -9,7 +9,7 @@ from mrl.reshard.spec import rope_problem
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> torch.Tensor:
-    """fp32 [head_dim / 2]: rotary frequencies exactly as transformers computes them, scaling included.
+    """fp32 [half the dimensions that turn]: rotary frequencies exactly as transformers computes them, with scaling.
 
     Raises:
         ValueError: a scaling that depends on the sequence length, or that also scales attention.
@@ -19,6 +19,7 @@ def inverse_frequencies(hf_config: PretrainedConfig) -> torch.Tensor:
         raise ValueError(f"config.json: {problem}")
     if rope["rope_type"] == "default":
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        dim = int(dim * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"))
     return frequencies

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from mrl.config.schema import Experiment, SftExperiment
 from mrl.platform import Platform
-from mrl.reshard import Coord, Layout, local_params, model_spec, read_config
+from mrl.reshard import Coord, Layout, chunk_prefix, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
 from mrl.trainer import checkpoint, megatron_compat
 from mrl.trainer.files import model_directory
@@ -27,7 +27,7 @@ from mrl.trainer.local_layers import PackedSequences
 from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy
 from mrl.trainer.metrics import gather_metrics, sum_metrics
 from mrl.trainer.microbatch import Packed, Sample, pack
-from mrl.trainer.model import build_model, transformer_config
+from mrl.trainer.model import build_chunks, transformer_config
 from mrl.trainer.optimizer import GuardedOptimizer, wrap_data_parallel
 from mrl.trainer.parallel import enter_layout
 from mrl.trainer.reference import Reference
@@ -58,18 +58,21 @@ class Trainer:
         self.temperature = experiment.rollout.sampling.temperature if rl else 1.0
         self.place = enter_layout(experiment.trainer.parallel, experiment.seed)
         self.source = path = model_directory(experiment.model.path)
-        self.spec = model_spec(read_config(path))
+        self.spec = model_spec(read_config(path), experiment.model.mtp)
         self.spec.require_trainable()
         self.plans = local_params(self.spec, self.layout, self.coord, self.te)
         self.dtype = getattr(torch, experiment.model.dtype)
+        self.balance_coef = experiment.trainer.moe.aux_loss_coef
 
-        self.config = transformer_config(self.spec, experiment.trainer.parallel, self.dtype, self.te)
-        gpt = build_model(self.spec, AutoConfig.from_pretrained(path), self.layout, self.config, self.te)
-        self._params = dict(gpt.named_parameters())
+        self.config = transformer_config(self.spec, experiment.trainer, self.dtype, self.te)
+        models = build_chunks(self.spec, AutoConfig.from_pretrained(path), self.place, self.config, self.te)
+        self._params = {chunk_prefix(self.layout, chunk) + name: param
+                        for chunk, model in enumerate(models) for name, param in model.named_parameters()}
+        self._untrained = self._buffers(models) | self._carried()
         load_hf(path, self.local_params(), self.plans, self.spec)
-        self.model = wrap_data_parallel(gpt, self.config)
+        self.chunks = [wrap_data_parallel(model, self.config) for model in models]
         self.config.finalize_model_grads_func = _sum_gradients
-        self.optimizer = GuardedOptimizer(self.model, experiment.trainer.optimizer, self.dtype, total_steps)
+        self.optimizer = GuardedOptimizer(self.chunks, experiment.trainer.optimizer, self.dtype, total_steps)
         self._reference = Reference(self._params, platform) if rl and experiment.algorithm.kl.coef > 0 else None
 
     @property
@@ -93,8 +96,8 @@ class Trainer:
         return self.place.is_last_stage
 
     def local_params(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by Megatron's names, as in the reshard plans. They share the model's storage."""
-        return {name: param.detach() for name, param in self._params.items()}
+        """All weights of this rank by Megatron's names, as in the reshard plans. They share the model's storage."""
+        return {name: param.detach() for name, param in self._params.items()} | self._untrained
 
     def train(self, microbatches: Sequence[Sequence[Sample]], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step on the sum of `loss_fn` over all microbatches of all data-parallel ranks.
@@ -110,7 +113,8 @@ class Trainer:
             The same on every rank: the metrics of `loss_fn`, `loss`, `grad_norm` (before clipping), `lr`, and
             `update_skipped` (1.0 when the gradient was not finite, and nothing was changed).
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self._run(microbatches, partial(self._loss, loss_fn))
         step = self.optimizer.step()
@@ -129,11 +133,13 @@ class Trainer:
             One fp32 [T] tensor in host memory per sample, in the order of the microbatches, on every rank of the
             replica; index 0 is 0.
         """
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         try:
             outputs = self._run(microbatches, self._collect)
         finally:
-            self.model.train()
+            for chunk in self.chunks:
+                chunk.train()
         lengths = [len(sample["tokens"]) for microbatch in microbatches for sample in microbatch]
         flat = torch.cat(outputs) if self.is_last_stage else torch.empty(
             sum(lengths), dtype=torch.float32, device=self.platform.device())
@@ -170,17 +176,44 @@ class Trainer:
         """
         checkpoint.export(self, Path(out))
 
+    def _buffers(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+        """The model's buffers that are weights."""
+        weights = {plan.name for plan in self.plans if plan.dtype}
+        found = ((chunk_prefix(self.layout, chunk) + name, buffer)
+                 for chunk, model in enumerate(models) for name, buffer in model.named_buffers())
+        return {name: buffer for name, buffer in found if name in weights}
+
+    def _carried(self) -> dict[str, torch.Tensor]:
+        """Memory for the weights that are passed on, and that no module has."""
+        device = self.platform.device()
+        return {plan.name: torch.empty(plan.shape, dtype=getattr(torch, plan.dtype) if plan.dtype else self.dtype,
+                                       device=device) for plan in self.plans if plan.carried}
+
     def _run(self, microbatches: Sequence[Sequence[Sample]], on_logits: Callable) -> list:
         """Megatron's schedule over the microbatches; what `on_logits` reported, on the last stage (else [])."""
         # Transformer Engine cannot tell the memory layout of q, k and v in a row of a single token.
         multiple = self.layout.tp if self.config.sequence_parallel else 2 if self.te else 1
-        packed = [pack(samples, multiple).to(self.platform.device()) for samples in microbatches]
+        # The interleaved schedule passes chunks from stage to stage in groups of pp microbatches.
+        missing = -len(microbatches) % self.layout.pp if self.layout.vpp > 1 else 0
+        packed = [pack(samples, multiple).to(self.platform.device()) for samples in [*microbatches, *[[]] * missing]]
+        rows = [iter(packed) for _ in self.chunks]
         forward_only = not torch.is_grad_enabled()
+        if self.balance_coef and not forward_only:
+            self._weigh_balance_loss(packed)
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward, on_logits), data_iterator=iter(packed), model=[self.model],
+            forward_step_func=partial(self._forward, on_logits), model=self.chunks,
+            data_iterator=rows if self.layout.vpp > 1 else rows[0],
             num_microbatches=len(packed), seq_length=max(len(row.tokens) for row in packed), micro_batch_size=1,
             forward_only=forward_only, collect_non_loss_data=forward_only,
         )
+
+    def _weigh_balance_loss(self, packed: list[Packed]) -> None:
+        """Make the load-balancing loss of the step the mean over its tokens (padding too) of their microbatches'."""
+        tokens = torch.tensor(float(sum(len(row.tokens) for row in packed)), device=self.platform.device())
+        if self.layout.dp > 1:
+            dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        # Every router reads it from here; its gradient is multiplied by the microbatch's tokens.
+        self.config.moe_aux_loss_coeff = self.balance_coef / tokens.item()
 
     def _forward(self, on_logits: Callable, rows: Iterator[Packed], model) -> tuple[torch.Tensor, Callable]:
         """Megatron's forward step: hidden states, or logits [1, P, local vocabulary] on the last stage."""

@@ -1,4 +1,4 @@
-"""A complete, valid experiment on disk, with a stand-in for the Python that holds the engine."""
+"""A complete, valid experiment on disk, with a stand-in for the Python that holds the engines."""
 import json
 import os
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from mrl.engine.versions import TESTED
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 48,
@@ -30,9 +32,13 @@ def folder(tmp_path: Path) -> Path:
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     python = tmp_path / "python"
-    # A package named vllm that this Python finds: enough for the probe, which must not import it.
-    (tmp_path / "site" / "vllm").mkdir(parents=True)
-    (tmp_path / "site" / "vllm" / "__init__.py").write_text("raise RuntimeError('the probe must not import it')")
+    # Packages with the engines' names that this Python finds: enough for the probe, which must not import them.
+    for engine, (*_, version) in TESTED.items():
+        package, about = tmp_path / "site" / engine, tmp_path / "site" / f"{engine}-{version}.dist-info"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('the probe must not import it')")
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")
     python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} \"$@\"\n")
     python.chmod(0o755)
     return tmp_path

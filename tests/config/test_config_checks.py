@@ -1,8 +1,11 @@
 """Checks across keys: one case each, found by key and by the words a user needs."""
+from dataclasses import replace
+
 import pytest
 
 from mrl.config.checks import check_evaluation, check_experiment, context_limit, resolved_device
 from mrl.config.load import load_experiment
+from mrl.reshard.families.qwen3 import QWEN3
 
 OVERLAP = ["loop.mode=one_step_overlap"]
 COLOCATED = ["loop.mode=colocated_sync", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null"]
@@ -22,7 +25,7 @@ def test_the_valid_experiment_has_no_problems(experiment_file, hf_config):
     assert found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2") == {}
 
 
-# The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by vLLM to 128).
+# The model has 4 heads, 2 KV heads of 16, 4 layers, intermediate size 112, vocabulary 70 (padded by engines to 128).
 @pytest.mark.parametrize("overrides, key, words", [
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "divide num_attention_heads 4"),
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "num_key_value_heads 2"),
@@ -47,13 +50,52 @@ def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
 
 
-def test_a_model_that_cannot_be_trained(experiment_file, hf_config):
-    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
-                     moe_intermediate_size=40)
-    text = found(experiment_file, hf_config)["model.path"]
-    assert "Qwen3MoeForCausalLM cannot: the trainer builds dense layers only" in text
+def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch):
+    untrainable = replace(QWEN3, untrainable="it is too large")
+    monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
+    assert "Qwen3ForCausalLM cannot: it is too large" in found(experiment_file, hf_config)["model.path"]
     exp = load_experiment(experiment_file, ["data.eval=heldout.jsonl"])
     assert check_evaluation(exp, hf_config, visible_gpus=0) == []
+
+
+PARALLEL = "trainer.parallel."
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    (["vpp=2"], "vpp", "vpp 2 needs pp of at least 2"),
+    (["pp=2", "vpp=3"], "vpp", "vpp 3 does not divide the 2 layers of a stage"),
+    (["pp=2", "vpp=3"], "vpp", "use one of 1, 2\n"),
+    (["first_stage_layers=1"], "pp", "first_stage_layers 1 needs pp of at least 2"),
+    (["pp=3", "first_stage_layers=1"], "pp", "3 layers, what first_stage_layers 1 leave of num_hidden_layers 4, do"),
+    (["pp=3", "first_stage_layers=1"], "pp", "use one of 2, 4\n"),
+    (["pp=2", "last_stage_layers=4"], "pp", "change the layers of the other stages"),
+    (["ep=2"], "ep", "ep 2 divides experts, and the model has none"),
+], ids=str)
+def test_pipelines_and_dense_models(experiment_file, hf_config, overrides, key, words):
+    changes = [PARALLEL + change for change in overrides]
+    problems = found(experiment_file, hf_config, "cluster.trainer_gpus=12", *changes)
+    assert list(problems) == [PARALLEL + key]
+    assert words in problems[PARALLEL + key] + "\n"
+
+
+@pytest.mark.parametrize("overrides, key, words", [
+    ([], PARALLEL + "sequence_parallel", "the experts of Qwen3MoeForCausalLM: each rank routes its own tokens"),
+    (["ep=3", "sequence_parallel=true"], PARALLEL + "ep", "ep 3 does not divide the number of experts 4"),
+    (["etp=3", "sequence_parallel=true"], PARALLEL + "etp", "etp 3 does not divide moe_intermediate_size 40"),
+    (["ep=4", "etp=4", "sequence_parallel=true"], "cluster.trainer_gpus",
+     "a multiple of 16 (of trainer.parallel.tp * trainer.parallel.pp and of trainer.parallel.ep * etp * pp)"),
+], ids=str)
+def test_experts(experiment_file, hf_config, overrides, key, words):
+    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
+                     moe_intermediate_size=40)
+    changes = [PARALLEL + change for change in overrides]
+    problems = found(experiment_file, hf_config, "cluster.trainer_gpus=12", *changes)
+    assert list(problems) == [key]
+    assert words in problems[key]
+
+
+def test_a_balancing_loss_needs_experts(experiment_file, hf_config):
+    assert "no experts" in found(experiment_file, hf_config, "trainer.moe.aux_loss_coef=0.01")["trainer.moe.aux_loss_coef"]
 
 
 def test_unsupported_architecture_lists_known_ones(experiment_file, hf_config):
@@ -107,6 +149,19 @@ def test_nccl_needs_a_gpu_on_each_side(experiment_file, hf_config, overrides):
     assert "use auto or gloo" in found(experiment_file, hf_config, *overrides, "sync.transport=nccl")["sync.transport"]
 
 
+@pytest.mark.parametrize("overrides", [["cluster.device=cuda"], [*COLOCATED, "cluster.gpus=2", "cluster.device=cpu"]])
+def test_cuda_ipc_needs_a_shared_gpu(experiment_file, hf_config, overrides):
+    ipc = [*overrides, "sync.transport=cuda_ipc"]
+    assert "trainers and engines share none" in found(experiment_file, hf_config, *ipc)["sync.transport"]
+    assert "sync.transport" not in found(experiment_file, hf_config, *COLOCATED, "cluster.gpus=2",
+                                         "cluster.device=cuda", "sync.transport=cuda_ipc")
+
+
+def test_a_directory_for_weights_goes_with_the_disk_transport(experiment_file, hf_config):
+    assert "writes no files" in found(experiment_file, hf_config, "sync.disk_dir=/somewhere")["sync.disk_dir"]
+    assert found(experiment_file, hf_config, "sync.disk_dir=/somewhere", "sync.transport=disk") == {}
+
+
 def test_bfloat16_on_cpu(experiment_file, hf_config):
     assert "float32 on cpu" in found(experiment_file, hf_config, "model.dtype=bfloat16")["model.dtype"]
     assert found(experiment_file, hf_config, "model.dtype=bfloat16", "cluster.device=cuda") == {}
@@ -125,6 +180,7 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["rollout.args=[--seed-oss, --dtype=half]"], "rollout.args.1", "it comes from model.dtype"),
     (["rollout.args=[-tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["rollout.args=['--max_model_len', '64']"], "rollout.args.0", "--max-model-len is mrl's own"),
+    (['rollout.engine=sglang', "rollout.args=[--tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["algorithm.clip.low=1.5"], "algorithm.clip.low", "at most 1"),
     (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
     (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
@@ -154,6 +210,9 @@ def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
     assert "--gpu-memory-utilization=0.35" in found(experiment_file, hf_config, *shared)["rollout.args"]
     for arguments in ("[--gpu-memory-utilization=0.3]", "[--gpu_memory_utilization, '0.3']"):
         assert found(experiment_file, hf_config, *shared, f"rollout.args={arguments}") == {}
+    sglang = [*shared, "rollout.engine=sglang"]
+    assert "--mem-fraction-static=0.35" in found(experiment_file, hf_config, *sglang)["rollout.args"]
+    assert found(experiment_file, hf_config, *sglang, "rollout.args=[--mem-fraction-static=0.3]") == {}
     assert found(experiment_file, hf_config, *shared[:-1]) == {}  # on cpu
     assert found(experiment_file, hf_config, "cluster.device=cuda") == {}  # partitions of their own
 

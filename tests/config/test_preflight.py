@@ -3,6 +3,7 @@ import pytest
 
 from mrl import preflight as module
 from mrl.config.load import load_experiment
+from mrl.engine.versions import TESTED
 from mrl.preflight import count_gpus, preflight_evaluation, preflight_plan, preflight_training, visible_devices
 
 
@@ -100,14 +101,23 @@ def test_engine_python_that_is_not_executable(experiment_file, folder):
     assert "not executable" in found(experiment_file)["rollout.python"]
 
 
-def test_engine_python_without_vllm(experiment_file, folder):
-    (folder / "site" / "vllm").rename(folder / "site" / "renamed")
-    assert "has no vllm" in found(experiment_file)["rollout.python"]
+@pytest.mark.parametrize("engine", sorted(TESTED))
+def test_engine_python_without_the_engine(experiment_file, folder, engine):
+    assert found(experiment_file, f"rollout.engine={engine}") == {}
+    (folder / "site" / engine).rename(folder / "site" / "renamed")
+    assert f"has no {engine}: install it there" in found(experiment_file, f"rollout.engine={engine}")["rollout.python"]
 
 
 def test_engine_python_that_fails(experiment_file, folder):
     (folder / "python").write_text("#!/bin/sh\necho broken interpreter >&2; exit 1\n")
     assert "broken interpreter" in found(experiment_file)["rollout.python"]
+
+
+def test_the_directory_for_weights_must_be_writable(experiment_file, folder):
+    disk = ["sync.transport=disk", f"sync.disk_dir={folder}/shared"]
+    assert "an existing directory" in found(experiment_file, *disk)["sync.disk_dir"]
+    (folder / "shared").mkdir()
+    assert found(experiment_file, *disk) == {}
 
 
 def test_a_plan_needs_no_engine(experiment_file):

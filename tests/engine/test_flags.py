@@ -9,7 +9,8 @@ from mrl.engine.flags import OWNED_FLAGS, owned_flag
         ("--dtype", "--dtype"), ("--dtype=half", "--dtype"), ("--load_format", "--load-format"),
         ("--tensor-par", "--tensor-parallel-size")]],
     ("vllm", "-tp", "-tp"), ("vllm", "-tp=2", "-tp"), ("vllm", "--logprobs_mode=raw_logits", "--logprobs-mode"),
-    ("sglang", "--tp=2", "--tp"), ("sglang", "--mod", "--model"), ("sglang", "--sampling_backend", "--sampling-backend"),
+    ("sglang", "--tp=2", "--tp"), ("sglang", "--mod", "--model"),
+    ("sglang", "--sampling_backend", "--sampling-backend"),
 ])
 def test_owned(engine, argument, flag):
     assert owned_flag(engine, argument) == flag and OWNED_FLAGS[engine][flag]

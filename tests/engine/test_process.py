@@ -59,6 +59,16 @@ def test_stop_ends_every_descendant(tmp_path):
     assert not any(alive(pid) for pid in pids)
 
 
+def test_shared_memory_is_not_left_behind(tmp_path):
+    shared = Path("/dev/shm") / f"mrl_test_{os.getpid()}"
+    hold = (f"import mmap, os, time; file = open({str(shared)!r}, 'wb+'); file.truncate(4096); "
+            "memory = mmap.mmap(file.fileno(), 4096); print(os.getpid(), 0, flush=True); time.sleep(600)")
+    with ProcessTree([sys.executable, "-c", hold], tmp_path / "log", grace_s=0.3):
+        pids_in(tmp_path / "log")
+        assert shared.exists()
+    assert not shared.exists()
+
+
 def test_descendants_end_with_the_command(tmp_path):
     with ProcessTree(family(0.1), tmp_path / "log", grace_s=0.2) as tree:
         pids = pids_in(tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Under torchrun: the trainer in bfloat16 against transformers. Arguments: folder, then tp,pp,sp triples.
+"""Under torchrun: the trainer in bfloat16 against transformers. Arguments: folder, then layouts like tp=2,pp=2,sp=1.
 
 The yardstick is transformers itself in bfloat16: mrl may be at most ERROR_RATIO as far from the fp32 truth as that is.
 Transformer Engine layers where it is installed. The device is the GPU where there is one (on the CPU: a dry run).
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mrl.platform import get_platform
 from tests.gpu.models import SMALL, make_batch
-from tests.trainer.gang import experiment
+from tests.trainer.gang import experiment, parse_parallel, whole_gradients
 from tests.trainer.tiny import loss_fn
 
 ERROR_RATIO = 2.0
@@ -46,19 +46,6 @@ def check_log_probs(trainer, batch, truth: dict, name: str) -> None:
         + f"max {float(apart.max()):.2e}")
     assert all(error <= ERROR_RATIO * yardstick for error in errors.values()), (name, errors, yardstick)
     assert float(apart.mean()) <= ERROR_RATIO * yardstick
-
-
-def whole_gradients(trainer) -> dict[str, torch.Tensor]:
-    """By Hugging Face name, on the host; for layouts without data parallelism."""
-    from mrl.reshard.export import export_tensors
-
-    assert trainer.layout.dp == 1
-    local = {name: param.main_grad.cpu() for name, param in trainer.model.module.named_parameters()}
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, local)
-    layout = trainer.layout
-    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name],
-                               trainer.te))
 
 
 def check_gradients(trainer, batch, truth: dict, name: str) -> None:
@@ -101,7 +88,7 @@ def time_steps(trainer, vocab: int, name: str) -> None:
             f"first {seconds[0]:.2f} s); memory {trainer.platform.memory()}")
 
 
-def main(folder: Path, layouts: list[tuple[int, int, bool]]) -> None:
+def main(folder: Path, layouts: list[str]) -> None:
     platform = get_platform("auto")
     platform.set_device(int(os.environ["LOCAL_RANK"]))
     platform.install()
@@ -109,13 +96,14 @@ def main(folder: Path, layouts: list[tuple[int, int, bool]]) -> None:
     from mrl.trainer.trainer import Trainer
 
     try:
-        for tp, pp, sp in layouts:
+        for words in layouts:
             for family in [*SMALL, "qwen3_0_6b"]:
                 if not (folder / f"{family}.pt").exists():
                     continue
                 truth = torch.load(folder / f"{family}.pt")
-                name = f"{family} tp{tp} pp{pp} sp{int(sp)} {'TE' if platform.uses_te else 'local'}"
-                trainer = Trainer(experiment(folder / family, tp, pp, sp, dtype="bfloat16"), platform, total_steps=10)
+                name = f"{family} {words} {'TE' if platform.uses_te else 'local'}"
+                trainer = Trainer(experiment(folder / family, parse_parallel(words), dtype="bfloat16"), platform,
+                                  total_steps=10)
                 check_log_probs(trainer, truth["batch"], truth, name)
                 if family == "qwen3_0_6b" and platform.name == "cuda":
                     time_steps(trainer, trainer.spec.vocab, name)
@@ -127,5 +115,4 @@ def main(folder: Path, layouts: list[tuple[int, int, bool]]) -> None:
 
 
 if __name__ == "__main__":
-    triples = [tuple(int(part) for part in arg.split(",")) for arg in sys.argv[2:]]
-    main(Path(sys.argv[1]), [(tp, pp, bool(sp)) for tp, pp, sp in triples])
+    main(Path(sys.argv[1]), sys.argv[2:])

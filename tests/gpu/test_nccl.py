@@ -1,4 +1,5 @@
-"""NCCL links between two processes that see one GPU each: whole syncs, speed, and ends that die or never come."""
+"""NCCL links between two processes that see one GPU each: whole syncs, every operation, speed, and ends that die or
+never come."""
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.receiver.transport_gang import run as run_ranks
 from tests.torchrun import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -77,3 +79,16 @@ def test_a_peer_that_never_comes(run):
     sender, _ = run("absent", with_receiver=False)
     assert "timed out" in sender["error"] and 2 <= sender["noticed_s"] < 6, sender
     print(sender)
+
+
+def test_every_operation_bit_for_bit_then_a_silent_and_a_killed_peer(gpus):
+    gpus(2)
+    first, second = run_ranks("nccl", 2, "transfers", "broadcast", "gather", "speed", "patience", "lose", gpus=[0, 1])
+    for rank in (first, second):
+        assert all(rank[scenario] == {"wrong": []} for scenario in ("transfers", "broadcast", "gather")), rank
+    print(f"512 MiB from rank to rank: {first['speed']['gb_per_s']:.0f} GB/s")
+    assert first["speed"]["gb_per_s"] > 20
+    assert "timed out" in first["patience"]["error"] and 1 <= first["patience"]["seconds"] < 5, first
+    assert "a peer gave it up" in second["patience"]["error"] and second["patience"]["seconds"] < 10, second
+    assert "a peer gave it up" in first["lose"]["error"] and first["lose"]["seconds"] < 10, first
+    assert first["lose"]["closed"] == "link link/lose/lose is closed" and "lose" not in second

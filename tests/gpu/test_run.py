@@ -1,4 +1,4 @@
-"""The main job on GPUs: one trains, one generates with vLLM, on additions, after a short supervised warm start."""
+"""The main job on GPUs: one trains, one generates, on additions, after a short supervised warm start; both engines."""
 import json
 import os
 import subprocess
@@ -14,6 +14,8 @@ from tools.make_quickstart import make_problems
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 STEPS = 12
+ENGINES = {"vllm": ["--enforce-eager", "--gpu-memory-utilization", "0.3"],
+           "sglang": ["--disable-cuda-graph", "--mem-fraction-static", "0.3"]}
 TOLERANCE = 0.03
 """Mean |Δ log p| between two bfloat16 implementations of one model."""
 
@@ -29,8 +31,8 @@ def call(log: Path, *command: str, timeout_s: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(gpus, tmp_path_factory) -> Path:
-    """The run directory."""
+def warm(gpus, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder with a model after its warm start and its data; the overrides that both commands share."""
     gpus(2)
     folder = tmp_path_factory.mktemp("run")
     for name, problems in zip(("train", "heldout"), make_problems(1)):
@@ -40,13 +42,23 @@ def run(gpus, tmp_path_factory) -> Path:
     print(call(folder / "sft.log", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
                "-m", "mrl.sft", "configs/quickstart_sft.yaml", *gpu, f"model.path={folder}/init", f"out={folder}/model",
                "steps=150", "batch.samples_per_step=128", "trainer.optimizer.lr=5e-4", timeout_s=200)[-400:])
-    args = json.dumps(["--enforce-eager", "--gpu-memory-utilization", "0.3"])
-    print(call(folder / "console.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
+    return folder, gpu
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def run(request, warm) -> Path:
+    """The run directory."""
+    (folder, gpu), engine = warm, request.param
+    python = Path(os.environ.get("MRL_HOME", PROJECT / ".mrl")) / engine / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no {python}")
+    runs, args = folder / engine, json.dumps(ENGINES[engine])
+    print(call(folder / f"{engine}.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
                "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model", f"data.eval={folder}/heldout.jsonl",
                "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
-               "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.args={args}", f"log.dir={folder}/runs",
-               timeout_s=400)[-3000:])
-    (run_dir,) = (folder / "runs").iterdir()
+               "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.engine={engine}", f"rollout.python={python}",
+               f"rollout.args={args}", f"log.dir={runs}", timeout_s=400)[-3000:])
+    (run_dir,) = runs.iterdir()
     return run_dir
 
 

@@ -1,25 +1,31 @@
 """One rank of some communicators, in a process of its own. Arguments: transport, rank, world size, port of the store,
 scenarios separated by commas. Prints one JSON line a scenario: what happened.
 
-On a GPU, this process sees one of its own. Scenarios: transfers, broadcast, gather, patience (nobody sends), lose (the
-last rank is killed while the others wait for it).
+Transport host_ipc is cuda_ipc with files mapped into memory for a GPU's buffers. Scenarios: transfers, broadcast,
+gather, speed, patience (nobody sends), lose (the last rank is killed while the others wait for it), strangers (the
+first transfer between two that cannot).
 """
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.links import LinkError, Meeting
+from mrl.receiver.mrl_receiver.cuda_ipc import CudaIpcTransport
 from mrl.receiver.mrl_receiver.transports import connect
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)
 TRANSFERS = 24
 OUTSTANDING = 3
 LARGE = 64 << 20
+FAST, ROUNDS = 512 << 20, 30
+PATIENCE_S = 240
 
 
 def content(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,19 +34,58 @@ def content(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
                          generator=torch.Generator().manual_seed(seed)).view(dtype)
 
 
+class HostIpc(CudaIpcTransport):
+    """Buffers made by `buffer` are files in a temporary folder."""
+
+    paths: dict[int, str] = {}
+
+    @classmethod
+    def buffer(cls, content: torch.Tensor) -> torch.Tensor:
+        file = tempfile.NamedTemporaryFile(prefix="mrl-buffer-")
+        file.truncate(64 + content.nbytes)
+        whole = torch.from_file(file.name, shared=True, size=64 + content.nbytes, dtype=torch.uint8)
+        flat = whole[64:].view(content.dtype)
+        flat.copy_(content)
+        flat.file = file  # removed with the buffer
+        cls.paths[whole.data_ptr()] = file.name
+        return flat
+
+    def _gpu(self) -> str:
+        return "GPU-0"
+
+    def _export(self, storage):
+        return [self.paths[storage.data_ptr()], storage.nbytes()]
+
+    def _map(self, exported):
+        return torch.UntypedStorage.from_file(exported[0], True, exported[1])
+
+
 class Rank:
     def __init__(self, transport: str, rank: int, world: int, port: int):
         self.transport, self.rank, self.world = transport, rank, world
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.device = torch.device("cpu" if transport == "gloo" else "cuda:0")
-        self.deadline = time.monotonic() + 60
+        self.device = torch.device("cuda:0" if transport in ("nccl", "cuda_ipc") else "cpu")
+        self.deadline = time.monotonic() + PATIENCE_S
 
     def meet(self, part: str, ranks: range):
         """A communicator of some of the ranks, for those; None for the others."""
         if self.rank not in ranks:
             return None
-        return connect(self.transport, Meeting(self.store, "127.0.0.1", f"link/{part}", part, ranks.index(self.rank),
-                                               len(ranks), self.device), self.deadline)
+        meeting = Meeting(self.store, "127.0.0.1", f"link/{part}", part, ranks.index(self.rank), len(ranks),
+                          self.device)
+        if self.transport == "host_ipc":
+            return HostIpc(meeting, self.deadline)
+        return connect(self.transport, meeting, self.deadline)
+
+    def leave(self, comm, part: str, world: int) -> None:
+        """Close when everybody is done: closing gives up what others have under way."""
+        if self.store.add(f"left/{part}", 1) == world:
+            self.store.set(f"left/{part}/all", "1")
+        self.store.wait([f"left/{part}/all"], timedelta(seconds=PATIENCE_S))
+        comm.close()
+
+    def buffer(self, content: torch.Tensor) -> torch.Tensor:
+        return HostIpc.buffer(content) if self.transport == "host_ipc" else content.to(self.device)
 
     def same(self, flat: torch.Tensor, expected: torch.Tensor) -> bool:
         return torch.equal(flat.cpu().view(torch.uint8), expected.view(torch.uint8))
@@ -60,7 +105,7 @@ class Rank:
             sender, worker = number * 7 % 5 % half, half + number * 3 % 7 % (self.world - half)
             dtype, numel = DTYPES[number % len(DTYPES)], 1 + 5003 * number
             if self.rank == sender:
-                flat = content(number, numel, dtype).to(self.device)
+                flat = self.buffer(content(number, numel, dtype))
                 under_way.append((comm.send(flat, worker, self.deadline), flat, number))
             elif self.rank == worker:
                 flat = torch.zeros(numel, dtype=dtype, device=self.device)
@@ -69,18 +114,18 @@ class Rank:
                 finish()
         while under_way:
             finish()
-        comm.close()
+        self.leave(comm, "p2p", self.world)
         return {"wrong": wrong}
 
     def broadcast(self) -> dict:
         comm, wrong = self.meet("from", range(self.world)), []
         for number, dtype in enumerate(DTYPES):
             expected = content(number, 10007, dtype)
-            flat = expected.to(self.device) if self.rank == 0 else torch.zeros_like(expected, device=self.device)
+            flat = self.buffer(expected) if self.rank == 0 else torch.zeros_like(expected, device=self.device)
             comm.broadcast(flat, self.deadline).wait(self.deadline)
             if not self.same(flat, expected):
                 wrong.append(str(dtype))
-        comm.close()
+        self.leave(comm, "from", self.world)
         return {"wrong": wrong}
 
     def gather(self) -> dict:
@@ -96,34 +141,66 @@ class Rank:
                     comm.all_gather(flat, self.deadline).wait(self.deadline)
                     if not self.same(flat, expected):
                         wrong.append([count, str(dtype)])
-                comm.close()
+                self.leave(comm, f"node{count}", count)
         return {"wrong": wrong}
 
+    def speed(self) -> dict:
+        """Rank 0 sends one buffer to rank 1 again and again, each time waited for."""
+        comm = self.meet("speed", range(2))
+        if comm is None:
+            return {}
+        flat = self.buffer(torch.zeros(FAST, dtype=torch.uint8))
+        began = 0.0
+        for _ in range(1 + ROUNDS):
+            transfer = comm.send(flat, 1, self.deadline) if self.rank == 0 else comm.receive(flat, 0, self.deadline)
+            transfer.wait(self.deadline)
+            began = began or time.monotonic()  # when all is set up
+        seconds = time.monotonic() - began
+        self.leave(comm, "speed", 2)
+        return {"gb_per_s": ROUNDS * flat.nbytes / seconds / 1e9}
+
     def patience(self) -> dict:
-        """Rank 0 receives and nobody sends; then it gives up, which the others notice long before their deadline."""
+        """Nobody sends. Rank 0 runs out of time and gives up; the others notice, long before their time is over."""
         comm = self.meet("patience", range(self.world))
-        return self.fail(comm, lambda flat: comm.receive(flat, (self.rank + 1) % self.world, self.deadline),
+        return self.fail(comm, lambda flat, deadline: comm.receive(flat, (self.rank + 1) % self.world, deadline),
                          patience_s=1.0 if self.rank == 0 else 30.0)
 
     def lose(self) -> dict:
+        """Rank 0 sends to the last rank, which sends to those between; the second time it is dead."""
         comm, last = self.meet("lose", range(self.world)), self.world - 1
-        if self.rank == last:
-            time.sleep(0.5)  # the others are in the middle of it by now
-            os.kill(os.getpid(), signal.SIGKILL)
         begin = comm.send if self.rank == 0 else comm.receive
-        return self.fail(comm, lambda flat: begin(flat, last, self.deadline), patience_s=30.0)
+        small = self.buffer(torch.ones(8))
+        if self.rank == last:
+            comm.receive(small, 0, self.deadline).wait(self.deadline)
+            for peer in range(1, last):
+                comm.send(small, peer, self.deadline).wait(self.deadline)
+            time.sleep(0.5)  # the others are in the middle of the next by now
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin(small, last, self.deadline).wait(self.deadline)
+        return self.fail(comm, lambda flat, deadline: begin(flat, last, deadline), patience_s=30.0)
+
+    def strangers(self) -> dict:
+        """Rank 0 sends to rank 1, which is on another GPU; with host_ipc, says it is."""
+        comm = self.meet("strangers", range(2))
+        if comm is None:
+            return {}
+        if self.transport == "host_ipc":
+            comm.gpu = f"GPU-{self.rank}"
+        begin, peer = [(comm.send, 1), (comm.receive, 0)][self.rank]
+        return self.fail(comm, lambda flat, deadline: begin(flat, peer, deadline), patience_s=30.0)
 
     def fail(self, comm, begin, patience_s: float) -> dict:
         """Expect a LinkError, and another one at once from the closed communicator."""
-        flat = torch.zeros(LARGE, dtype=torch.uint8, device=self.device)
+        flat = self.buffer(torch.zeros(LARGE, dtype=torch.uint8))
         began = time.monotonic()
+        deadline = began + patience_s
         try:
-            begin(flat).wait(began + patience_s)
+            begin(flat, deadline).wait(deadline)
         except LinkError as error:
             seconds = time.monotonic() - began
             comm.close()
             try:
-                begin(flat)
+                begin(flat, deadline)
             except LinkError as closed:
                 return {"error": str(error), "seconds": seconds, "closed": str(closed)}
         raise AssertionError("no LinkError")

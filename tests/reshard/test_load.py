@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mrl.reshard import Coord, Layout, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
 
-from .simulate import load_all
+from .simulate import empty_params, load_all
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def edit(model_dir, tmp_path):
     return make
 
 
-def load(directory: Path, layout: Layout = Layout(), coord: Coord = Coord(), dtype=torch.float32):
-    spec = model_spec(read_config(directory))
+def load(directory: Path, layout: Layout = Layout(), coord: Coord = Coord(), dtype=torch.float32, mtp: str = "drop"):
+    spec = model_spec(read_config(directory), mtp)
     plans = local_params(spec, layout, coord, te=False)
-    params = {plan.name: torch.full(plan.shape, float("nan"), dtype=dtype) for plan in plans}
+    params = empty_params(plans, dtype)
     load_hf(directory, params, plans, spec)
     return params
 
@@ -140,3 +140,27 @@ def test_an_index_with_a_lost_file(model_dir, tmp_path):
     (tmp_path / "model" / lost).unlink()
     with pytest.raises(FileNotFoundError, match=f"names files that are not there: {lost}"):
         load(tmp_path / "model")
+
+
+def test_a_routers_bias_stays_in_float32(model_dir):
+    loaded = load(model_dir("deepseek-v3", torch.bfloat16), dtype=torch.bfloat16)
+    assert loaded["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
+    exact = load_file(model_dir("deepseek-v3", torch.bfloat16) / "model.safetensors")
+    bias = loaded["decoder.layers.1.mlp.router.expert_bias"]
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, exact["model.layers.1.mlp.gate.e_score_correction_bias"])
+
+
+def test_prediction_layers_are_dropped_or_kept(model_dir, edit):
+    directory = model_dir("deepseek-v3-mtp")
+    assert not any(name.startswith("mtp.") for name in load(directory))
+    kept = load(directory, mtp="keep")
+    assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in kept
+    with pytest.raises(ValueError, match="missing: model.layers.2.enorm.weight"):
+        load(model_dir("deepseek-v3"), mtp="keep")
+
+    def change(tensors):
+        tensors["model.layers.2.shared_head.head.weight"][130, 3] += 1
+
+    with pytest.raises(ValueError, match="model.layers.2.shared_head.head.weight differs from lm_head.weight"):
+        load(edit("deepseek-v3-mtp", change), mtp="keep")

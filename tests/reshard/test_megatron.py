@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mrl.reshard import Layout, local_params, model_spec
+from mrl.reshard import Layout, local_params
 
-from .simulate import EXPERT_LAYOUTS, LAYOUTS, REPEATED, VARIANTS, hf_config
+from .simulate import EXPERT_LAYOUTS, LAYOUTS, REPEATED, VARIANTS, hf_config, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT = [variant for variant in VARIANTS if not spec_of(variant).untrainable and not spec_of(variant).mtp_layers]
 
 
 def describe(cases: list[tuple[str, Layout, int]]) -> list[dict]:
@@ -33,17 +34,16 @@ def ask(program: str, cases: list) -> list[Any]:
 
 
 def assert_planned(variant: str, layout: Layout, rank: int, found: dict) -> None:
-    spec, case = model_spec(hf_config(variant)), (variant, layout, rank)
-    planned = local_params(spec, layout, layout.coord(rank), te=False)
-    assert {name: shape for name, shape, _ in found["params"]} == {plan.name: [*plan.shape] for plan in planned}, case
-    # One dtype for all, so for the router too, although it was asked to compute in float32.
-    assert {dtype for *_, dtype in found["params"]} == {"torch.bfloat16"}, case
+    planned = local_params(spec_of(variant), layout, layout.coord(rank), te=False)
+    # One dtype for all parameters, so for the router too, although it was asked to compute in float32.
+    expected = {plan.name: ([*plan.shape], f"torch.{plan.dtype or 'bfloat16'}") for plan in planned}
+    assert {name: (shape, dtype) for name, shape, dtype in found["params"]} == expected, (variant, layout, rank)
 
 
 def test_names_and_shapes_are_megatrons():
     cases = [
-        (variant, layout, layout.rank(coord)) for variant in VARIANTS if not model_spec(hf_config(variant)).moe
-        for layout in LAYOUTS[:6] for coord in layout.shards()
+        (variant, layout, layout.rank(coord)) for variant in BUILT if not spec_of(variant).moe
+        for layout in LAYOUTS for coord in layout.shards()
     ]
     for case, found in zip(cases, describe(cases), strict=True):
         assert_planned(*case, found)
@@ -53,14 +53,14 @@ def test_experts_are_where_megatron_has_them():
     """Every layout of one stage for one family, one large layout for all."""
     layouts = [layout for layout in EXPERT_LAYOUTS if layout.pp == 1 and layout.ep > 1]
     cases = [
-        (variant, layout, rank) for variant in VARIANTS if model_spec(hf_config(variant)).moe
+        (variant, layout, rank) for variant in BUILT if spec_of(variant).moe
         for layout in (*(layouts if variant == "qwen2-moe" else []), REPEATED) for rank in range(layout.world)
     ]
     for (variant, layout, rank), found in zip(cases, describe(cases), strict=True):
         assert_planned(variant, layout, rank, found)
         at = layout.expert_coord(layout.coord(rank))
         assert [at.ep, at.etp, at.dp] == found["at"], (layout, rank)
-        planned = local_params(model_spec(hf_config(variant)), layout, layout.coord(rank), te=False)
+        planned = local_params(spec_of(variant), layout, layout.coord(rank), te=False)
         first = [plan.pieces[0].hf for plan in planned if ".0.mlp.experts." in plan.name and "fc2" in plan.name]
         assert [int(name.split(".experts.")[1].split(".")[0]) for name in first] == found["experts"], (layout, rank)
 

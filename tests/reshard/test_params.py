@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from mrl.reshard import Coord, Layout, hf_tensors, local_params, model_spec
+from mrl.reshard import (
+    Coord, Layout, duplicates, hf_tensors, is_expert, joined_tensors, local_params, model_spec,
+)
 
-from .simulate import CASES, SIZES, hf_config
+from .simulate import CASES, SIZES, VARIANTS, hf_config, spec_of
 
 LAYER = "decoder.layers.0."
 
@@ -98,7 +100,7 @@ def test_names_of_chunks():
 
 @pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_pieces_cover_every_element_exactly_once(variant, layout):
-    spec = model_spec(hf_config(variant))
+    spec = spec_of(variant)
     left = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_tensors(spec).items()}
     for rank in range(layout.world):
         for plan in local_params(spec, layout, layout.coord(rank), te=False):
@@ -110,7 +112,7 @@ def test_pieces_cover_every_element_exactly_once(variant, layout):
                     piece.of_hf(left[piece.hf]).add_(1)
             assert held.max() <= 1, plan.name
             assert bool((held == 0).any()) == plan.padded
-            assert not plan.padded or plan.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            assert not plan.padded or plan.name.endswith((".word_embeddings.weight", "output_layer.weight"))
     for name, counts in left.items():
         assert (counts == 1).all(), name
 
@@ -140,7 +142,7 @@ MOE = LAYER + "mlp."
 
 def experts_of(variant: str, layout: Layout, coord: Coord, te: bool) -> dict[str, list[str]]:
     """Megatron name -> HF names of the first layer's MLP, without their common beginnings."""
-    plans = local_params(model_spec(hf_config(variant)), layout, coord, te)
+    plans = local_params(spec_of(variant), layout, coord, te)
     return {
         plan.name.removeprefix(MOE): [piece.hf.removeprefix("model.layers.0.") for piece in plan.pieces]
         for plan in plans if plan.name.startswith(MOE)
@@ -201,4 +203,93 @@ def test_an_expert_is_cut_over_etp_and_the_shared_one_over_tp():
 ])
 def test_experts_that_do_not_divide(variant, layout, message):
     with pytest.raises(ValueError, match=message):
-        local_params(model_spec(hf_config(variant)), layout, Coord(), te=False)
+        local_params(spec_of(variant), layout, Coord(), te=False)
+
+
+def test_experts_are_known_by_name():
+    for variant in VARIANTS:
+        for rule in spec_of(variant).family.layer:
+            assert is_expert(rule.megatron(3, 5, te=False)) == is_expert(rule.megatron(3, 5, te=True)) == rule.expert
+
+
+def layer_of(variant: str, layer: int, te: bool, layout: Layout = Layout(), coord: Coord = Coord()) -> dict:
+    """Megatron name -> plan of one layer's parameters, without the common beginning."""
+    plans = local_params(spec_of(variant), layout, coord, te)
+    prefix = f"decoder.layers.{layer}."
+    return {plan.name.removeprefix(prefix): plan for plan in plans if plan.name.startswith(prefix)}
+
+
+def test_latent_attention_is_cut_unlike_in_transformer_engine():
+    local, te = (layer_of("deepseek-v3", 0, te, Layout(tp=2), Coord(tp=1)) for te in (False, True))
+    shapes = {name.removeprefix("self_attention."): plan.shape for name, plan in local.items() if "self_att" in name}
+    assert shapes == {
+        "linear_q_down_proj.weight": (6, 24), "linear_kv_down_proj.weight": (10, 24), "q_layernorm.weight": (12,),
+        "linear_q_up_proj.weight": (32, 12), "kv_layernorm.weight": (14,), "linear_kv_up_proj.weight": (38, 14),
+        "linear_proj.weight": (24, 18),
+    }
+    shapes = {name.removeprefix("self_attention."): plan.shape for name, plan in te.items() if "self_att" in name}
+    assert shapes == {
+        "linear_q_down_proj.weight": (12, 24), "linear_kv_down_proj.weight": (20, 24),
+        "linear_q_up_proj.layer_norm_weight": (12,), "linear_q_up_proj.weight": (32, 12),
+        "linear_kv_up_proj.layer_norm_weight": (14,), "linear_kv_up_proj.weight": (38, 14),
+        "linear_proj.weight": (24, 18),
+    }
+    assert "input_layernorm.weight" in te
+    assert not te["self_attention.linear_kv_down_proj.weight"].pieces[0].leaves  # the first rank sends it
+
+
+def test_leading_layers_have_no_experts():
+    dense, moe = (layer_of("deepseek-v3", layer, te=True) for layer in range(2))
+    assert {name for name in dense if "mlp" in name} == {
+        "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+    assert {name for name in moe if "mlp" in name and "mlp.experts." not in name} == {
+        "pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.router.expert_bias",
+        "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
+    assert {name: plan.dtype for name, plan in moe.items() if plan.dtype} == {"mlp.router.expert_bias": "float32"}
+    assert moe["mlp.shared_experts.linear_fc1.weight"].shape == (2 * 56, 24)
+
+
+def test_a_query_without_a_latent():
+    names = {name for name in layer_of("deepseek-v2", 0, te=True) if "_q_" in name or "q_layernorm" in name}
+    assert names == {"self_attention.linear_q_proj.weight"}
+
+
+def test_options_of_a_config_decide_about_parameters():
+    plain = {**hf_config("glm4-moe"), "attention_bias": False, "use_qk_norm": False}
+    names = {plan.name for plan in local_params(model_spec(plain), Layout(), Coord(), te=False)}
+    gone = set(layer_of("glm4-moe", 0, te=False)) - {name.removeprefix(LAYER) for name in names}
+    assert gone == {f"self_attention.{name}" for name in
+                    ("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")}
+
+
+def test_stacked_experts_come_from_one_tensor():
+    layout = Layout(dp=4, ep=4, etp=1)
+    found = layer_of("gpt-oss", 0, True, layout, Coord(dp=2))
+    (piece,) = found["mlp.experts.linear_fc1.weight1"].pieces
+    assert (piece.hf, piece.hf_shape) == ("model.layers.0.mlp.experts.gate_up_proj", (8, 24, 80))
+    assert piece.hf_index == ((5, 6), (0, 24), (0, 80))
+    assert found["mlp.experts.linear_fc1.weight1"].shape == (80, 24)
+    assert found["mlp.experts.linear_fc2.bias0"].pieces[0].hf_index == ((4, 5), (0, 24))
+    assert found["self_attention.core_attention.softmax_offset"].shape == (4,)
+
+
+def test_prediction_layers_are_on_the_last_stage_and_share_the_embedding():
+    spec, layout = spec_of("deepseek-v3-mtp"), Layout(pp=2)
+    first, last = ([(plan.name, plan.pieces[0].hf) for plan in local_params(spec, layout, Coord(pp=stage), False)
+                    if any("layers.2." in piece.hf for piece in plan.pieces)] for stage in range(2))
+    assert first == [("embedding.word_embeddings.weight", "model.layers.2.embed_tokens.weight")]
+    assert ("output_layer.weight", "model.layers.2.shared_head.head.weight") in last
+    inside = "mtp.layers.0.transformer_layer.mlp.router.expert_bias"
+    assert (inside, "model.layers.2.mlp.gate.e_score_correction_bias") in last
+    assert duplicates(spec) == {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+    }
+    carried = {plan.name for plan in local_params(spec, layout, Coord(pp=1), False) if plan.carried}
+    assert carried == {name for name, _ in last} - {"output_layer.weight"}
+
+
+def test_what_a_loader_must_see_together():
+    pair = ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "model.layers.{}.self_attn.q_a_proj.weight")
+    assert joined_tensors(spec_of("deepseek-v3")) == [tuple(name.format(i) for name in pair) for i in range(2)]
+    assert joined_tensors(spec_of("deepseek-v2")) == joined_tensors(spec_of("glm4-moe")) == []

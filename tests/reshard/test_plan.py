@@ -13,7 +13,7 @@ import pytest
 from mrl.reshard import Layout, SyncPlan, hf_tensors, model_spec, plan_sync
 from mrl.reshard.params import hf_shapes
 
-from .simulate import CASES, hf_config
+from .simulate import CASES, hf_config, spec_of
 
 QWEN_2T = dict(
     architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=64, hidden_size=7168, intermediate_size=18432,
@@ -29,7 +29,7 @@ LLAMA_405B = dict(
 @pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
 @pytest.mark.parametrize("variant, layout", CASES, ids=str)
 def test_every_tensor_leaves_exactly_once(variant, layout, te):
-    spec = model_spec(hf_config(variant))
+    spec = spec_of(variant)
     plan = plan_sync(spec, layout, 10_000, "float32", te)
     items = [item for bucket in plan.buckets for item in bucket.items]
     expected = hf_tensors(spec)

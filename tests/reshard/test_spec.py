@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from mrl.reshard import MoeSpec, family_of, model_spec, read_config
+from mrl.reshard import MlaSpec, MoeSpec, family_of, model_spec, read_config
 
-from .simulate import VARIANTS, hf_config
+from .simulate import VARIANTS, hf_config, spec_of
 
 
 def test_sizes_and_switches():
@@ -23,23 +24,68 @@ def test_sizes_and_switches():
 
 @pytest.mark.parametrize("variant, moe", [
     ("qwen3-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=None, norm_topk_prob=False)),
-    ("qwen2-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=36, norm_topk_prob=False)),
+    ("qwen2-moe", MoeSpec(num_experts=8, top_k=3, ffn=28, shared_ffn=36, norm_topk_prob=False, shared_gate=True)),
     ("mixtral", MoeSpec(num_experts=8, top_k=3, ffn=40, shared_ffn=None, norm_topk_prob=True)),
+    ("gpt-oss", MoeSpec(num_experts=8, top_k=3, ffn=40, shared_ffn=None, norm_topk_prob=False)),
+    ("deepseek-v2", MoeSpec(
+        num_experts=8, top_k=4, ffn=28, shared_ffn=56, norm_topk_prob=False, dense_layers=1)),
+    ("deepseek-v3", MoeSpec(
+        num_experts=8, top_k=4, ffn=28, shared_ffn=56, norm_topk_prob=True, dense_layers=1, scoring="sigmoid",
+        bias=True, scaling=2.5, groups=4, top_groups=2, group_best=2)),
+    ("glm4-moe", MoeSpec(
+        num_experts=8, top_k=3, ffn=28, shared_ffn=28, norm_topk_prob=True, dense_layers=1, scoring="sigmoid",
+        bias=True)),
 ])
 def test_experts(variant, moe):
-    assert model_spec(hf_config(variant)).moe == moe
-    hash(model_spec(hf_config(variant)))
+    assert spec_of(variant).moe == moe
+    hash(spec_of(variant))
 
 
 def test_a_family_that_cannot_be_trained_says_why():
-    model_spec(hf_config("mistral")).require_trainable()
-    with pytest.raises(ValueError, match="MixtralForCausalLM cannot be trained: the trainer builds dense layers only"):
-        model_spec(hf_config("mixtral")).require_trainable()
+    spec = model_spec(hf_config("mixtral"))
+    spec.require_trainable()
+    with pytest.raises(ValueError, match="MixtralForCausalLM cannot be trained: it is too large"):
+        replace(spec, family=replace(spec.family, untrainable="it is too large")).require_trainable()
+
+
+def test_routing_that_megatron_does_otherwise():
+    config = {**hf_config("deepseek-v2"), "topk_method": "group_limited_greedy", "num_experts_per_tok": 3}
+    assert model_spec({**config, "topk_group": 3}).untrainable is None
+    with pytest.raises(ValueError, match="chosen by their 1 best, in megatron-core by 3"):
+        model_spec({**config, "topk_group": 1}).require_trainable()
+    assert model_spec(hf_config("deepseek-v3")).untrainable is None
+
+
+def test_latent_attention():
+    spec = model_spec(hf_config("deepseek-v3"))
+    assert spec.mla == MlaSpec(q_rank=12, kv_rank=14, nope_dim=10, rope_dim=6, v_dim=9)
+    assert (spec.mla.qk_dim, spec.mla.kv_up_dim, spec.mla.kv_down_dim, spec.mla.full_query) == (16, 19, 20, False)
+    assert (spec.head_dim, spec.kv_heads) == (16, 4)
+    assert model_spec(hf_config("deepseek-v2")).mla.full_query
+
+
+def test_prediction_layers_are_an_option():
+    assert model_spec(hf_config("deepseek-v3")).mtp_layers == 0
+    assert model_spec(hf_config("deepseek-v3"), mtp="keep").mtp_layers == 1
+    assert model_spec({**hf_config("glm4-moe"), "num_nextn_predict_layers": 2}, mtp="keep").mtp_layers == 2
+    assert model_spec(hf_config("llama"), mtp="keep").mtp_layers == 0
+    with pytest.raises(ValueError, match="tie_word_embeddings True is not supported with multi-token"):
+        model_spec({**hf_config("deepseek-v3"), "tie_word_embeddings": True}, mtp="keep")
+
+
+def test_what_a_model_that_cannot_be_trained_asks_for_is_not_judged():
+    spec = model_spec(hf_config("gpt-oss"))
+    assert spec.rope_scaling["factor"] == 32.0
+    config = {**hf_config("gemma3"), "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+    assert model_spec(config).rope_theta == 1e6
+    assert model_spec(hf_config("glm4")).rotary_fraction == 0.5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_transformers_writes_is_understood(variant, model_dir):
-    assert model_spec(read_config(model_dir(variant))) == model_spec(hf_config(variant))
+    assert spec_of(variant, read_config(model_dir(variant))) == spec_of(variant)
 
 
 @pytest.mark.parametrize("rope", [
@@ -93,7 +139,14 @@ def test_unknown_architecture_lists_the_known(config):
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rope_type 'longrope'"),
     ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scales attention by 1.139"),  # 0.1 ln 4 + 1
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: weights in fp8 are not"),
+    ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "in mxfp4 are not supported, only bfloat16"),
+    ("gpt-oss", {"layer_types": ["chunked_attention"]}, "layer_types ['chunked_attention'] are not supported"),
+    ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported, only 'gelu_pytorch_tanh'"),
+    ("deepseek-v3", {"num_key_value_heads": 2}, "num_key_value_heads 2 must be num_attention_heads 4"),
+    ("deepseek-v3", {"topk_group": 5}, "n_group 4 and topk_group 5 do not fit 8 experts"),
+    ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ("deepseek-v3", {"kv_lora_rank": None}, "kv_lora_rank None must be a positive integer"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ("qwen3", {"attention_bias": True}, "attention_bias True"),

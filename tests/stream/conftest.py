@@ -1,4 +1,4 @@
-"""One Ray and one vLLM server for all tests of this folder: a server takes half a minute or more to start."""
+"""One Ray for all tests of this folder, and one server of each engine at a time: it takes half a minute to start."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import GenerateRequest
+from mrl.engine.engines import SERVERS
 from mrl.reshard.layout import Layout
 from mrl.stream.sync import WeightSync
-from tests.stream.engines import RUN_ID, alive, make_engine, start_ray, vllm_python
+from tests.stream.engines import RUN_ID, alive, engine_python, make_engine, start_ray
 from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, reference_log_probs, weights
 
 
@@ -53,23 +54,26 @@ def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture(scope="session")
-def bench(ray_address, model, tmp_path_factory):
-    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2}, rollout={"max_restarts": 9})
-    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, "engine-0")
+@pytest.fixture(scope="session", params=sorted(SERVERS))
+def bench(request, ray_address, model, tmp_path_factory):
+    experiment = make_experiment(model, engine_python(request.param), sync={"verify_every": 2},
+                                 rollout={"engine": request.param, "max_restarts": 9})
+    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address)
 
 
-@pytest.fixture(scope="module")
-def bench_tp2(ray_address, model, tmp_path_factory):
-    experiment = make_experiment(model, vllm_python(), sync={"verify_every": 2}, rollout={"parallel": {"tp": 2}},
+@pytest.fixture(scope="module", params=sorted(SERVERS))
+def bench_tp2(request, ray_address, model, tmp_path_factory):
+    experiment = make_experiment(model, engine_python(request.param), sync={"verify_every": 2},
+                                 rollout={"engine": request.param, "parallel": {"tp": 2}},
                                  cluster={"rollout_gpus": 2})
-    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, "engine-tp2")
+    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address)
 
 
-def running(experiment, model, run_dir, ray_address, name):
+def running(experiment, model, run_dir, ray_address):
     """Start an engine, yield it, and see that nothing of it is left afterwards."""
+    name = f"{experiment.rollout.engine}-tp{experiment.rollout.parallel.tp}"  # of the actor: not free again at once
     engine = make_engine(experiment, run_dir, name)
-    ray.get(engine.start.remote(), timeout=400)
+    ray.get(engine.start.remote(), timeout=700)
     bench = Bench(experiment, model, engine, ray_address, name)
     yield bench
     processes = bench.call("processes")

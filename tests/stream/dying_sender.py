@@ -1,6 +1,6 @@
-"""A trainer of one rank that dies in the middle of a push to the engine named engine-0.
+"""A trainer of one rank that dies in the middle of a push to an engine.
 
-Arguments: experiment.json, Ray address, step, messages to send before it kills itself.
+Arguments: experiment.json, Ray address, name of the engine's actor, step, messages to send before it kills itself.
 """
 import os
 import signal
@@ -19,13 +19,13 @@ from tests.stream.engines import NAMESPACE, RUN_ID
 from tests.stream.tiny import FakeTrainer, weights
 
 
-def main(config: str, address: str, step: int, count: int) -> None:
+def main(config: str, address: str, name: str, step: int, count: int) -> None:
     experiment = Experiment.model_validate_json(Path(config).read_text())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
     trainer = FakeTrainer(Path(experiment.model.path), Layout(), Layout().coord(0))
     trainer.become(weights(trainer.model, step))
-    sync = WeightSync(experiment, trainer, [ray.get_actor("engine-0")], RUN_ID)
+    sync = WeightSync(experiment, trainer, [ray.get_actor(name)], RUN_ID)
     start, sent = Links.start, []
 
     def start_some(links, *arguments):
@@ -39,4 +39,4 @@ def main(config: str, address: str, step: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

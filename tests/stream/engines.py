@@ -32,9 +32,9 @@ class TestableEngine(EngineServer):
         return [guard, *descendants(guard)]
 
 
-def vllm_python() -> str:
-    """Python of the vLLM environment that launch/setup.sh made."""
-    return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / "vllm" / "bin" / "python")
+def engine_python(engine: str) -> str:
+    """Python of the environment of this engine that launch/setup.sh made."""
+    return str(Path(os.environ.get("MRL_HOME", ROOT / ".mrl")) / engine / "bin" / "python")
 
 
 def start_ray() -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Run by torchrun: a real Megatron gang pushes to the engine named engine-0 and both say what they think of its tokens.
+"""Run by torchrun: a real Megatron gang pushes to an engine, and both say what they think of its tokens.
 
-Arguments: experiment.json, Ray address, first step. Prints DIFFERENCE and the largest one of the log-probs, per push.
+Arguments: experiment.json, Ray address, name of the engine's actor, first step. Prints DIFFERENCE and the largest one of
+the log-probs, per push.
 """
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.trainer.gang import gang
 PUSHES = 3
 
 
-def main(config: str, address: str, first: int) -> None:
+def main(config: str, address: str, name: str, first: int) -> None:
     experiment = Experiment.model_validate_json(Path(config).read_text())
     with gang() as platform:
         from mrl.stream.sync import WeightSync
@@ -27,7 +28,7 @@ def main(config: str, address: str, first: int) -> None:
         engines = None
         if dist.get_rank() == 0:
             ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
-            engines = [ray.get_actor("engine-0")]
+            engines = [ray.get_actor(name)]
         trainer = Trainer(experiment, platform, total_steps=PUSHES)
         sync = WeightSync(experiment, trainer, engines, RUN_ID)
         for step in range(first, first + PUSHES):
@@ -58,4 +59,4 @@ def train(trainer) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:4], int(sys.argv[4]))

@@ -7,19 +7,20 @@ from tests.stream.engines import ROOT
 from tests.stream.tiny import make_moe
 from tests.torchrun import torchrun
 
+REPLICATED = "model.layers.1.mlp.up_proj.weight"
 DENSE = [
-    # layout, workers of an engine, workers on one of its nodes
-    ({"tp": 4}, 2, 2),
-    ({"tp": 2, "pp": 2}, 4, 2),
-    ({"tp": 2, "dp": 2}, 1, 8),
-    ({"pp": 2, "dp": 2}, 2, 1),
-    ({"dp": 4}, 4, 8),
+    # layout, workers of an engine, workers on one of its nodes, tensor that they hold whole although vLLM would not
+    ({"tp": 4}, 2, 2, ""),
+    ({"tp": 2, "pp": 2}, 4, 2, ""),
+    ({"tp": 2, "dp": 2}, 1, 8, ""),
+    ({"pp": 2, "dp": 2}, 2, 1, REPLICATED),
+    ({"dp": 4}, 4, 8, ""),
 ]
 EXPERTS = [
-    ({"dp": 4, "ep": 4}, 2, 2),
-    ({"tp": 2, "dp": 2, "ep": 2}, 2, 2),
-    ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 4, 2),
-    ({"tp": 2, "pp": 2, "etp": 2}, 1, 8),
+    ({"dp": 4, "ep": 4}, 2, 2, ""),
+    ({"tp": 2, "dp": 2, "ep": 2}, 2, 2, ""),
+    ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 4, 2, ""),
+    ({"tp": 2, "pp": 2, "etp": 2}, 1, 8, ""),
 ]
 
 
@@ -31,17 +32,22 @@ def run(tmp_path, models: dict, cases: list) -> list[dict]:
 
 
 def check(found: list[dict], cases: list) -> None:
+    """Every case was done, by every strategy, and each strategy did what sets it apart."""
     assert [one["case"] for one in found] == [list(case) for case in cases for _ in range(3)]
     modes = {"broadcast": ["broadcast"], "multi_sender": ["slices"], "sharded": ["direct", "slices"]}
     for one in found:
         assert one["modes"] == modes[one["strategy"]], one
-        if one["strategy"] == "multi_sender":
-            assert one["senders"] == 4, f"ranks stand idle: {one}"
+        replicated = one["case"][-1]
+        assert one["not_sharded"] == ([replicated] if replicated and one["strategy"] == "sharded" else []), one
 
 
+@pytest.mark.slow
 def test_dense_models(tmp_path, model):
     cases = [["dense", *case] for case in DENSE]
-    check(run(tmp_path, {"dense": str(model)}, cases), cases)
+    found = run(tmp_path, {"dense": str(model)}, cases)
+    check(found, cases)
+    idle = [one for one in found if one["strategy"] != "broadcast" and one["senders"] < 4]
+    assert not idle, "ranks that hold weights send none"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Pushes to a real vLLM from gangs of one and of several ranks: right after every sync, and safe when one breaks."""
+"""Pushes to real engines from gangs of one and of several ranks: right after every sync, and safe when one breaks."""
 import subprocess
 import sys
 import time
@@ -11,9 +11,11 @@ import torch
 from mrl.config.schema import Experiment
 from mrl.engine.api import EngineClosed, EngineLost, GenerateRequest, SyncError, Version
 from mrl.receiver.mrl_receiver.wire import SyncRequest
+from mrl.reshard.layout import Layout
 from mrl.stream.links import Links
+from mrl.stream.sync import WeightSync
 from tests.stream.engines import ROOT, RUN_ID, STRATEGIES, alive, push_from_gang
-from tests.stream.tiny import PROMPT, reference_log_probs, weights
+from tests.stream.tiny import PROMPT, FakeTrainer, reference_log_probs, weights
 from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
@@ -43,6 +45,19 @@ def test_two_syncs_in_a_row_and_every_second_one_verified(bench, pushing):
         assert (status.state, status.version) == ("serving", Version(0, bench.step))
         assert bench.log_prob_error(tensors) < TOLERANCE
     assert len(pushing[1].plan.outline) > 4 and report.strategy == pushing[1].settings.strategy
+
+
+def test_files_bring_weights_too(bench, one_rank, tmp_path):
+    settings = bench.experiment.sync.model_copy(update={"transport": "disk"})
+    trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
+    sync = WeightSync(bench.experiment.model_copy(update={"sync": settings}), trainer, [bench.engine], RUN_ID,
+                      folder=tmp_path / "weights")
+    for verified in (True, False):
+        report, tensors = push(bench, (trainer, sync))
+        assert report.ok and report.verified is verified, report
+        assert bench.log_prob_error(tensors) < TOLERANCE
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_log_probs_have_the_temperature_applied(bench, pushing):
@@ -111,7 +126,8 @@ def test_a_real_megatron_gang_and_the_engine_agree_after_every_push(bench, tmp_p
     config.write_text(experiment.model_dump_json())
     first = bench.next_step()
     bench.step += 2
-    output = torchrun(ROOT / "tests/stream/push_megatron.py", 2, config, bench.ray_address, str(first))
+    output = torchrun(ROOT / "tests/stream/push_megatron.py", 2, config, bench.ray_address, bench.name,
+                      str(first))
     differences = [float(line.split()[-1]) for line in output.splitlines() if "DIFFERENCE" in line]
     assert len(differences) == 3 and max(differences) < TOLERANCE
 
@@ -128,8 +144,8 @@ def test_a_sender_killed_half_way_leaves_it_refusing_until_the_next_full_sync(be
     push(bench, pushing)
     step, config = bench.next_step(), tmp_path / "experiment.json"
     config.write_text(bench.experiment.model_copy(update={"sync": pushing[1].settings}).model_dump_json())
-    sender = subprocess.run([sys.executable, "-m", "tests.stream.dying_sender", config, bench.ray_address, str(step),
-                             str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    sender = subprocess.run([sys.executable, "-m", "tests.stream.dying_sender", config, bench.ray_address, bench.name,
+                             str(step), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert sender.returncode == -9, sender.stderr
     began = time.monotonic()
     while "not received whole" not in (why := refusal(bench)):
@@ -159,7 +175,7 @@ def rename(plan: dict, name: str, other: str) -> dict:
 @pytest.mark.parametrize("change, words", [
     (lambda plan: misshape(plan, "model.layers.1.mlp.down_proj.weight", [80, 48]), "down_proj.weight of shape"),
     (lambda plan: misshape(plan, "model.layers.0.self_attn.k_proj.weight", [48, 64]), "k_proj.weight of shape"),
-    (lambda plan: rename(plan, "model.norm.weight", "model.nrom.weight"), "nrom"),
+    (lambda plan: rename(plan, "model.norm.weight", "model.nrom.weight"), "n(ro|or)m.weight"),
 ])
 def test_a_bucket_with_a_wrong_shape_or_name_is_refused_before_any_byte(bench, pushing, change, words):
     _, tensors = push(bench, pushing)

@@ -45,7 +45,7 @@ def make_experiment(model: Path, python: str, **sections) -> Experiment:
     """Several small buckets, short answers."""
     sync = {"bucket_mb": 0.06, "timeout_s": 60, **sections.pop("sync", {})}
     rollout = {"python": python, "max_concurrent_requests": 32, "sampling": {"max_response_tokens": 24},
-               "start_timeout_s": 300, **sections.pop("rollout", {})}
+               "start_timeout_s": 600, **sections.pop("rollout", {})}
     return experiment(model={"path": str(model), "dtype": "float32"}, data={"train": "-", "max_prompt_tokens": 40},
                       sync=sync, rollout=rollout, **sections)
 

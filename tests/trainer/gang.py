@@ -28,15 +28,15 @@ def gang() -> Iterator[Platform]:
         dist.destroy_process_group()
 
 
-def experiment(model: Path, tp: int = 1, pp: int = 1, sequence_parallel: bool = False, kl: float = 0.0,
-               dtype: str = "float32", **optimizer) -> Experiment:
+def experiment(model: Path, parallel: dict | None = None, kl: float = 0.0, dtype: str = "float32",
+               aux_loss_coef: float = 0.0, mtp: str = "drop", **optimizer) -> Experiment:
     """An experiment whose trainer section is what counts."""
     return Experiment.model_validate({
-        "model": {"path": str(model), "dtype": dtype},
+        "model": {"path": str(model), "dtype": dtype, "mtp": mtp},
         "data": {"train": "none.jsonl"},
         "algorithm": {"kl": {"coef": kl}},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},
-        "trainer": {"parallel": {"tp": tp, "pp": pp, "sequence_parallel": sequence_parallel},
+        "trainer": {"parallel": parallel or {}, "moe": {"aux_loss_coef": aux_loss_coef},
                     "optimizer": {"clip_grad": 0.0, **optimizer}},
         "rollout": {"python": "python", "sampling": {"temperature": TEMPERATURE}},
         "loop": {"steps": 1},
@@ -44,19 +44,29 @@ def experiment(model: Path, tp: int = 1, pp: int = 1, sequence_parallel: bool = 
     })
 
 
+def parse_parallel(words: str) -> dict:
+    """The section trainer.parallel from "tp=2,pp=2,sp=1": `sp` is sequence_parallel, 0 or 1."""
+    section = {name: int(value) for name, _, value in (word.partition("=") for word in words.split(","))}
+    return {**section, "sequence_parallel": True} if section.pop("sp", 0) else section
+
+
 def whole_gradients(trainer) -> dict[str, torch.Tensor]:
-    """Gradients by Hugging Face name, assembled from all ranks through the reshard rules. Collective."""
+    """Gradients by Hugging Face name, on the host, assembled from all ranks through the reshard rules. Collective."""
+    from mrl.reshard import chunk_prefix
     from mrl.reshard.export import export_tensors
 
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group()
-    for buffer in trainer.model.buffers:
-        for bucket in buffer.buckets:  # after the reduce-scatter every rank holds only its shard of the sum
-            shards = list(bucket.grad_data.view(group.size(), -1))
-            dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    local = {name: param.main_grad for name, param in trainer.model.module.named_parameters()}
+    local = {}
+    for index, chunk in enumerate(trainer.chunks):
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # after the reduce-scatter every rank holds only its shard of the sum
+                shards = list(bucket.grad_data.view(group.size(), -1))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+        prefix = chunk_prefix(trainer.layout, index)
+        local |= {prefix + name: param.main_grad.cpu() for name, param in chunk.module.named_parameters()}
+    local |= {plan.name: torch.zeros(plan.shape) for plan in trainer.plans if plan.dtype}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
     layout = trainer.layout
-    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name]))
+    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name],
+                               trainer.te))

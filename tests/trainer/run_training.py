@@ -1,4 +1,4 @@
-"""Under torchrun, 2 ranks: optimizer, schedule, NaN, reference, checkpoint. Arguments: folder, "first" or "resume"."""
+"""Under torchrun: optimizer, schedule, NaN, reference, checkpoint. Arguments: folder, "first" or "resume"."""
 from __future__ import annotations
 
 import math
@@ -8,18 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.gang import experiment, gang
 from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
 
-# name -> (family, settings). Together: tensor, sequence, pipeline and data parallelism; tied and untied; both dtypes.
+# Number of ranks -> name -> (family, settings). Together: all kinds of parallelism; tied and untied; both dtypes.
 RUNS = {
-    "tensor": ("qwen3", dict(tp=2, sequence_parallel=True, kl=0.1, clip_grad=1.0)),
-    "pipeline": ("qwen3", dict(pp=2)),
-    "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
-    "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
+    2: {
+        "tensor": ("qwen3", dict(parallel={"tp": 2, "sequence_parallel": True}, kl=0.1, clip_grad=1.0)),
+        "pipeline": ("qwen3", dict(parallel={"pp": 2})),
+        "chunks": ("llama", dict(parallel={"pp": 2, "vpp": 2}, kl=0.1)),
+        "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
+        "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
+        "experts": ("qwen2_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True}, kl=0.1,
+                                      dtype="bfloat16", clip_grad=1.0)),
+        "latent": ("deepseek_v3", dict(parallel={"pp": 2}, dtype="bfloat16", mtp="keep", weight_decay=0.1)),
+    },
+    4: {
+        "grid": ("qwen3_moe", dict(parallel={"tp": 2, "pp": 2, "vpp": 2, "etp": 2, "sequence_parallel": True})),
+        "dealt": ("mixtral", dict(parallel={"ep": 2}, clip_grad=0.01, weight_decay=0.1)),
+    },
 }
+AGAINST_TORCH = ("data", "dealt")
 SCHEDULE = dict(lr=0.01, schedule="linear", warmup_steps=2)
 TOTAL_STEPS = 4
 
@@ -27,7 +39,7 @@ TOTAL_STEPS = 4
 def build(folder: Path, name: str, platform):
     from mrl.trainer.trainer import Trainer
 
-    family, settings = RUNS[name]
+    family, settings = RUNS[dist.get_world_size()][name]
     return Trainer(experiment(folder / family, **settings, **SCHEDULE), platform, TOTAL_STEPS)
 
 
@@ -57,7 +69,7 @@ def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 
 def first(folder: Path, platform) -> None:
     batch = torch.load(folder / "batch.pt")
-    for name in RUNS:
+    for name in RUNS[dist.get_world_size()]:
         trainer = build(folder, name, platform)
         rows = microbatches(trainer, batch)
         before = trainer.log_probs(rows)
@@ -66,8 +78,8 @@ def first(folder: Path, platform) -> None:
         if name == "tensor":
             check_nan_is_skipped(trainer, rows)
             check_reference(trainer, rows, before)
-        if name == "data":
-            check_against_torch(folder, trainer, batch, steps)
+        if name in AGAINST_TORCH:
+            check_against_torch(folder, name, trainer, batch, steps)
         if name == "pipeline":
             with pytest.raises(RuntimeError, match="algorithm.kl.coef is 0"):
                 trainer.use_reference()
@@ -76,6 +88,8 @@ def first(folder: Path, platform) -> None:
         # Again, as after a restart; now with a file of the loop's.
         trainer.save(run / "checkpoints" / "step_000002", {"loop": b"batch"} if dist.get_rank() == 0 else {})
         trainer.export(run / "exported")
+        if name == "latent":
+            check_untrained(folder / "deepseek_v3", run / "exported")
         samples = [sample for microbatch in rows for sample in microbatch]
         torch.save((samples, trainer.log_probs(rows)), run / f"log_probs{dist.get_rank()}.pt")
         steps += [trainer.train(rows, loss_fn) for _ in range(2)]
@@ -88,7 +102,7 @@ def first(folder: Path, platform) -> None:
 
 def resume(folder: Path, platform) -> None:
     batch = torch.load(folder / "batch.pt")
-    for name in RUNS:
+    for name in RUNS[dist.get_world_size()]:
         trainer = build(folder, name, platform)
         run = folder / f"run_{name}"
         trainer.load(run / "checkpoints" / "step_000002")
@@ -101,6 +115,23 @@ def resume(folder: Path, platform) -> None:
                 trainer.load(folder / "run_tensor" / "checkpoints" / "step_000002")
             with pytest.raises(FileNotFoundError, match="not a checkpoint"):
                 trainer.load(folder / "nowhere")
+
+
+def check_untrained(source: Path, exported: Path) -> None:
+    """The router's bias and the layer that predicts one token more are exported as they came; what that layer shares
+    with the model is exported as trained."""
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, exported))
+    assert before.keys() == after.keys()
+    shared = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+              "model.layers.4.shared_head.head.weight": "lm_head.weight"}
+    for name, tensor in after.items():
+        if name in shared:
+            assert torch.equal(tensor, after[shared[name]])
+        elif name.endswith("e_score_correction_bias"):
+            assert torch.equal(tensor, before[name])
+        else:
+            kept = torch.equal(tensor, before[name].bfloat16())
+            assert kept == name.startswith("model.layers.4.") or "norm" in name, name
 
 
 def check_nan_is_skipped(trainer, rows) -> None:
@@ -127,10 +158,11 @@ def check_reference(trainer, rows, initial) -> None:
     assert torch.equal(torch.cat(trainer.log_probs(rows)), torch.cat(actor))
 
 
-def check_against_torch(folder: Path, trainer, batch, steps) -> None:
+def check_against_torch(folder: Path, name: str, trainer, batch, steps) -> None:
     """Two steps of torch's AdamW on the whole model: clipping, decay (matrices only), moments, data parallelism."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-    section = experiment(folder / "llama", **RUNS["data"][1]).trainer.optimizer
+    family, settings = RUNS[dist.get_world_size()][name]
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+    section = experiment(folder / family, **settings).trainer.optimizer
     matrices = [param for param in model.parameters() if param.ndim > 1]
     vectors = [param for param in model.parameters() if param.ndim == 1]
     adam = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
@@ -148,14 +180,15 @@ def check_against_torch(folder: Path, trainer, batch, steps) -> None:
         for group in adam.param_groups:
             group["lr"] = step["lr"]
         adam.step()
-    gpt = trainer.local_params()
-    for mine, theirs in (("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-                         ("decoder.layers.3.mlp.linear_fc2.weight", "model.layers.3.mlp.down_proj.weight"),
-                         ("decoder.final_layernorm.weight", "model.norm.weight")):
-        expected = model.get_parameter(theirs)
+    trainer.export(folder / f"trained_{name}")
+    model.save_pretrained(folder / f"expected_{name}")  # in a gang, transformers writes on rank 0 alone
+    if dist.get_rank():
+        return
+    got = load_file(folder / f"trained_{name}" / "model.safetensors")
+    for tensor, expected in load_file(folder / f"expected_{name}" / "model.safetensors").items():
         # Adam divides by the gradient's own size, so elements whose gradient is rounding noise may differ by lr.
-        error = (gpt[mine][:len(expected)] - expected).abs()
-        assert error.median() < 1e-6 and error.mean() < 1e-4, (mine, error.mean())
+        error = (got[tensor] - expected).abs()
+        assert error.median() < 1e-6 and error.mean() < 1e-4, (tensor, error.mean())
 
 
 if __name__ == "__main__":

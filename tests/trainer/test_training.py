@@ -19,17 +19,31 @@ SCRIPT = Path(__file__).parent / "run_training.py"
 @pytest.fixture(scope="module")
 def trained(tiny_models):
     """Runs of four steps each, with a checkpoint after two: see run_training.first."""
-    torchrun(SCRIPT, 2, tiny_models, "first")
-    for name, (family, settings) in RUNS.items():
-        dump_experiment(experiment(tiny_models / family, **settings), tiny_models / f"run_{name}" / "config.yaml")
+    for ranks, runs in RUNS.items():
+        torchrun(SCRIPT, ranks, tiny_models, "first")
+        for name, (family, settings) in runs.items():
+            dump_experiment(experiment(tiny_models / family, **settings), tiny_models / f"run_{name}" / "config.yaml")
     return tiny_models
 
 
-def test_resumed_in_a_new_process_every_bit_is_the_same(trained):
-    torchrun(SCRIPT, 2, trained, "resume")
+@pytest.mark.parametrize("ranks", RUNS)
+def test_resumed_in_a_new_process_every_bit_is_the_same(trained, ranks):
+    torchrun(SCRIPT, ranks, trained, "resume")
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("name", "files"), [
+    ("dealt", ["experts_ep0_etp0_pp0", "experts_ep1_etp0_pp0", "weights_tp0_pp0"]),
+    ("grid", ["experts_ep0_etp0_pp0", "experts_ep0_etp0_pp1", "experts_ep0_etp1_pp0", "experts_ep0_etp1_pp1",
+              "weights_tp0_pp0", "weights_tp0_pp1", "weights_tp1_pp0", "weights_tp1_pp1"]),
+])
+def test_every_shard_is_saved_once(trained, name, files):
+    saved = trained / f"run_{name}" / "checkpoints" / "step_000002"
+    assert sorted(path.stem for path in saved.glob("*.safetensors")) == files
+    assert all((".mlp.experts." in key) == path.stem.startswith("experts")
+               for path in saved.glob("*.safetensors") for key in load_file(path))
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "chunks", "grid", "dealt"])
 def test_export_is_the_model_that_was_trained(trained, name, tmp_path):
     run = trained / f"run_{name}"
     out = export_run(run, None, tmp_path / "hf")
@@ -37,8 +51,9 @@ def test_export_is_the_model_that_was_trained(trained, name, tmp_path):
     assert (run / "checkpoints" / "step_000002" / "loop").read_bytes() == b"batch"
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["checkpoints", "exported"]
     assert (run / "exported" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-    assert "lm_head.weight" not in load_file(out / "model.safetensors")  # tied: the embedding leaves once
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    # Tied: the embedding leaves once.
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) != model.config.tie_word_embeddings
     for sample, expected in zip(samples, log_probs, strict=True):
         log_p = (model(sample["tokens"][None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         got = log_p.gather(1, sample["tokens"][1:, None])[:, 0]

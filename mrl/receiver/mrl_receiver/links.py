@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Optional, Protocol, Sequence
 
 import torch
@@ -47,7 +48,7 @@ class Meeting:
     """Where and as whom a rank meets the others of one communicator: `part` of `link`.
 
     store: a connection to the weight store at `host`, not shared with a thread that may block in it. part: names the
-    communicator within its link. device: where the buffers lie.
+    communicator within its link. device: where the buffers lie. folder: where a sender leaves files for the others.
     """
 
     store: dist.Store
@@ -57,6 +58,7 @@ class Meeting:
     rank: int
     world_size: int
     device: torch.device
+    folder: Optional[Path] = None
 
     @property
     def name(self) -> str:

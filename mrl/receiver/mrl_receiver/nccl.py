@@ -67,7 +67,7 @@ class _NcclPending:
 
 
 class NcclTransport:
-    """Broadcasts between GPUs, on a stream of its own. All ranks need different GPUs."""
+    """Transfers between GPUs, on a stream of its own. All ranks need different GPUs."""
 
     def __init__(self, meeting: Meeting, deadline: float):
         """Meets the other ranks. LinkError when they do not come."""

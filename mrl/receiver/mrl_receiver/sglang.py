@@ -58,10 +58,13 @@ def seed_batch(info: Any, _cls: type, batch: Any, *_, **__) -> Any:
 
 
 def _receiver_of(updater: Any) -> Receiver:
-    """The Receiver of this process, kept with the model that it writes to."""
-    runner = updater.tp_worker.model_runner
+    """The Receiver of this process, kept with the model that it writes to.
+
+    Models with tensors derived from weights (MLA) remake them, in place, in their post_load_weights.
+    """
+    runner, workers = updater.tp_worker.model_runner, updater.tp_cpu_group
     if _RECEIVER not in runner.__dict__:
-        setattr(runner, _RECEIVER, make_receiver(
-            runner.model, runner.model.load_weights, dist.get_rank(updater.tp_cpu_group),
-            dist.get_world_size(updater.tp_cpu_group)))
+        refresh = getattr(runner.model, "post_load_weights", lambda: None)
+        setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
+                                                 dist.get_world_size(workers), refresh))
     return getattr(runner, _RECEIVER)

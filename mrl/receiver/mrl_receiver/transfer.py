@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .links import LinkError, Meeting, Transport, own_stream
-from .transports import connect
+from .transports import connect, connect_workers
 from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, SyncRequest
 
 
@@ -21,9 +21,9 @@ class Connections:
     def __init__(self, plan: Plan, worker: int, request: SyncRequest, store: dist.Store, device: torch.device,
                  deadline: float):
         """LinkError when a peer stays away."""
-        def build(part: str, rank: int, world_size: int) -> Transport:
-            transport = connect(request.transport, Meeting(store, request.store_host, request.link, part, rank,
-                                                           world_size, device), deadline)
+        def build(part: str, rank: int, world_size: int, meet: Callable[..., Transport] = connect) -> Transport:
+            transport = meet(request.transport, Meeting(store, request.store_host, request.link, part, rank,
+                                                        world_size, device), deadline)
             unfinished.callback(transport.close)
             self.all.append(transport)
             return transport
@@ -36,7 +36,7 @@ class Connections:
                                for sender in plan.broadcasters}
             self.peers = build(PEERS, plan.senders + worker, plan.senders + plan.workers) \
                 if plan.point_to_point else None
-            self.neighbours = build(NODE.format(worker // plan.node), self.place, plan.node) \
+            self.neighbours = build(NODE.format(worker // plan.node), self.place, plan.node, connect_workers) \
                 if plan.gathers else None
             unfinished.pop_all()
 

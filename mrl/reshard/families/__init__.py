@@ -3,6 +3,12 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
+from mrl.reshard.families.deepseek_v2 import DEEPSEEK_V2
+from mrl.reshard.families.deepseek_v3 import DEEPSEEK_V3
+from mrl.reshard.families.gemma3 import GEMMA3
+from mrl.reshard.families.glm4 import GLM4
+from mrl.reshard.families.glm4_moe import GLM4_MOE
+from mrl.reshard.families.gpt_oss import GPT_OSS
 from mrl.reshard.families.llama import LLAMA
 from mrl.reshard.families.mistral import MISTRAL
 from mrl.reshard.families.mixtral import MIXTRAL
@@ -12,7 +18,10 @@ from mrl.reshard.families.qwen3 import QWEN3
 from mrl.reshard.families.qwen3_moe import QWEN3_MOE
 from mrl.reshard.rules import Family
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MISTRAL, QWEN2_MOE, QWEN3_MOE, MIXTRAL)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, QWEN2, QWEN3, MISTRAL, QWEN2_MOE, QWEN3_MOE, MIXTRAL,
+    DEEPSEEK_V2, DEEPSEEK_V3, GLM4, GLM4_MOE, GPT_OSS, GEMMA3,
+)
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

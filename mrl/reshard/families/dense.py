@@ -28,14 +28,17 @@ QKV_BIAS = rule(
     (_HF + "self_attn.q_proj.bias", "q_size"),
     (_HF + "self_attn.k_proj.bias", "kv_size"),
     (_HF + "self_attn.v_proj.bias", "kv_size"),
+    when="qkv_bias",
 )
 Q_NORM = rule(
     _MEGATRON + "self_attention.q_layernorm.weight", replicated,
     (_HF + "self_attn.q_norm.weight", "head_dim"),
+    when="qk_norm",
 )
 K_NORM = rule(
     _MEGATRON + "self_attention.k_layernorm.weight", replicated,
     (_HF + "self_attn.k_norm.weight", "head_dim"),
+    when="qk_norm",
 )
 ATTENTION_OUT = rule(
     _MEGATRON + "self_attention.linear_proj.weight", row,
@@ -64,4 +67,14 @@ FINAL_NORM = rule(
 OUTPUT = rule(
     "output_layer.weight", vocab,
     ("lm_head.weight", "vocab hidden"),
+)
+
+# Norms of what attention and MLP put out, before it is added to the residual stream; megatron-core has none.
+POST_ATTENTION_NORM = rule(
+    _MEGATRON + "post_self_attn_layernorm.weight", replicated,
+    (_HF + "post_self_attn_layernorm.weight", "hidden"),
+)
+POST_MLP_NORM = rule(
+    _MEGATRON + "post_mlp_layernorm.weight", replicated,
+    (_HF + "post_mlp_layernorm.weight", "hidden"),
 )

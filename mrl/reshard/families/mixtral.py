@@ -26,5 +26,4 @@ MIXTRAL = Family(
     requires=(("sliding_window", None), ("router_jitter_noise", 0.0), ("norm_topk_prob", True)),
     defaults=(("norm_topk_prob", True), ("rope_theta", 1e6)),
     moe=MoeKeys(("num_local_experts",), ffn="intermediate_size"),
-    untrainable=moe.UNTRAINABLE,
 )

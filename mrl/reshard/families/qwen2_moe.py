@@ -16,6 +16,7 @@ QWEN2_MOE = Family(
     output=dense.OUTPUT,
     requires=(("use_sliding_window", False), ("qkv_bias", True), *moe.EVERY_LAYER),
     qkv_bias=True,
-    moe=MoeKeys(("num_experts",), ffn="moe_intermediate_size", shared_ffn="shared_expert_intermediate_size"),
-    untrainable=moe.UNTRAINABLE,
+    moe=MoeKeys(
+        ("num_experts",), ffn="moe_intermediate_size", shared_ffn="shared_expert_intermediate_size", shared_gate=True,
+    ),
 )

@@ -18,5 +18,4 @@ QWEN3_MOE = Family(
     qk_norm=True,
     # The published files have the first key, those that transformers 5 writes the second.
     moe=MoeKeys(("num_experts", "num_local_experts"), ffn="moe_intermediate_size"),
-    untrainable=moe.UNTRAINABLE,
 )

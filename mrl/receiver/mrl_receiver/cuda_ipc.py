@@ -1,0 +1,249 @@
+"""Copies within one GPU as a transport: for engines on the trainers' own GPUs.
+
+The sender's buffers are mapped into the worker's process once, by CUDA's inter-process handles as torch makes them.
+Of a transfer, only a line of JSON goes over a local socket, and an answer when the worker has copied the buffer out.
+Each worker can receive only from the sender on its own GPU, so every rank it hears of must be there.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .links import SENDER_RANK, Label, LinkError, Meeting, PendingAll, finish_stream, words
+
+WATCH_S = 0.2
+"""Between two questions to the store whether a peer has given up. A dead peer shows at once, as a closed socket."""
+POLL_S = 0.005
+_BINARY = (1, 4, 6)  # of what torch's _share_cuda_ returns, which is handed to _new_shared_cuda as it is
+
+
+class CudaIpcTransport:
+    """Transfers between processes on one GPU. Ranks meet at their first transfer to one another, not before."""
+
+    def __init__(self, meeting: Meeting, deadline: float):
+        self.meeting = meeting
+        self.gpu = self._gpu()
+        self.folder: Optional[Path] = None  # of the socket at which this rank, once it sends, awaits its receivers
+        self.listener: Optional[socket.socket] = None
+        self.peers: dict[int, _Peer] = {}
+        self.closed = False
+
+    def broadcast(self, flat: torch.Tensor, deadline: float, label: Optional[Label] = None) -> PendingAll:
+        if self.meeting.rank != SENDER_RANK:
+            return PendingAll([self.receive(flat, SENDER_RANK, deadline)])
+        return PendingAll([self.send(flat, peer, deadline) for peer in range(self.meeting.world_size)
+                           if peer != SENDER_RANK])
+
+    def send(self, flat: torch.Tensor, peer: int, deadline: float, label: Optional[Label] = None) -> _Sending:
+        receiver = self._receiver(peer, deadline)
+        storage = flat.untyped_storage()
+        number, gone = receiver.begin(), receiver.forget_dead()
+        known = receiver.exported.get(storage.data_ptr())
+        exported = None
+        if known is None:
+            try:
+                exported = self._export(storage)
+            except RuntimeError as error:
+                raise LinkError(f"link {self.meeting.name}: the buffer cannot be shared: {words(error)}") from error
+            known = receiver.exported[storage.data_ptr()] = (number, StorageWeakRef(storage))
+        finish_stream(flat.device)  # the worker's copy is ordered by nothing but the message
+        self._say(peer, {"number": number, "storage": known[0], "exported": exported, "gone": gone,
+                         "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes})
+        return _Sending(self, peer, number)
+
+    def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Receiving:
+        return _Receiving(self, peer, self._sender(peer, deadline).begin(), flat)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.meeting.give_up()
+        for peer in self.peers.values():
+            peer.connection.close()
+            peer.mapped.clear()  # or the sender's memory could not be used for anything else
+        if self.listener is not None:
+            self.listener.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def hear(self, peer: int, number: int, deadline: float) -> dict[str, Any]:
+        """What `peer` says about transfer `number`."""
+        other = self.peers[peer]
+        while number not in other.heard:
+            self._check(deadline)
+            try:
+                if other.connection.poll(min(WATCH_S, max(0.0, deadline - time.monotonic()))):
+                    message = json.loads(other.connection.recv_bytes())
+                    other.heard[message["number"]] = message
+            except (OSError, EOFError) as error:
+                raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})") from error
+        return other.heard.pop(number)
+
+    def take(self, peer: int, message: dict[str, Any], flat: torch.Tensor) -> None:
+        """Copy what a sender's message tells of into `flat`, and say when it is done."""
+        mapped = self.peers[peer].mapped
+        for storage in message["gone"]:
+            del mapped[storage]
+        if message["nbytes"] != flat.nbytes:
+            raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {flat.nbytes}")
+        try:
+            if message["exported"] is not None:
+                mapped[message["storage"]] = self._map(message["exported"])
+            source = torch.empty(0, dtype=torch.uint8, device=self.meeting.device).set_(
+                mapped[message["storage"]], message["start"], (flat.nbytes,), (1,))
+            flat.view(torch.uint8).copy_(source)
+            finish_stream(flat.device)
+        except (RuntimeError, KeyError) as error:  # KeyError: closed by another thread
+            raise LinkError(f"link {self.meeting.name}: rank {peer}'s buffer cannot be read: {words(error)}") from error
+        self._say(peer, {"number": message["number"]})
+
+    # -- meeting
+
+    def _receiver(self, peer: int, deadline: float) -> _Peer:
+        """The connection to one we send to, who calls at our socket."""
+        if self.listener is None:
+            self._listen()
+        while peer not in self.peers:
+            self._check(deadline)
+            try:
+                connection = Connection(self.listener.accept()[0].detach())
+                self.peers[json.loads(connection.recv_bytes())["rank"]] = _Peer(connection)
+            except TimeoutError:
+                continue
+            except (OSError, EOFError) as error:
+                raise LinkError(f"link {self.meeting.name}: a receiver went away ({error})") from error
+        self._check(deadline)
+        return self.peers[peer]
+
+    def _sender(self, peer: int, deadline: float) -> _Peer:
+        """The connection to one we receive from, at whose socket we call."""
+        key = self._key(peer)
+        while peer not in self.peers:
+            self._check(deadline)
+            if not self._store("check", [key]):
+                time.sleep(POLL_S)
+                continue
+            place = json.loads(self._store("get", key))
+            if place["gpu"] != self.gpu:
+                raise LinkError(f"link {self.meeting.name}: rank {peer} sends from GPU {place['gpu']}, this rank is on "
+                                f"{self.gpu}: cuda_ipc joins an engine's worker with a trainer rank on its own GPU")
+            caller = socket.socket(socket.AF_UNIX)
+            try:
+                caller.connect(place["path"])
+                self.peers[peer] = _Peer(Connection(caller.detach()))
+                self._say(peer, {"rank": self.meeting.rank})
+            except OSError as error:
+                raise LinkError(f"link {self.meeting.name}: no socket at {place['path']}: {error}; cuda_ipc needs "
+                                "trainers and engines to share a file system for temporary files") from error
+        self._check(deadline)
+        return self.peers[peer]
+
+    def _listen(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mrl-"))  # for this user alone
+        self.listener = socket.socket(socket.AF_UNIX)
+        try:
+            self.listener.bind(str(self.folder / "ipc"))
+            self.listener.listen(self.meeting.world_size)
+        except OSError as error:
+            raise LinkError(f"link {self.meeting.name}: no socket in {self.folder}: {error}") from error
+        self.listener.settimeout(WATCH_S)
+        self._store("set", self._key(self.meeting.rank), json.dumps({"path": str(self.folder / "ipc"),
+                                                                     "gpu": self.gpu}))
+
+    def _key(self, rank: int) -> str:
+        return f"{self.meeting.name}/ipc/{rank}"
+
+    def _store(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.meeting.store, method)(*arguments)
+        except RuntimeError as error:
+            raise LinkError(f"link {self.meeting.name}: the weight store is gone ({words(error)})") from error
+
+    def _say(self, peer: int, message: dict[str, Any]) -> None:
+        try:
+            self.peers[peer].connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
+
+    def _check(self, deadline: float) -> None:
+        if self.closed:
+            raise LinkError(f"link {self.meeting.name} is closed")
+        if reason := self.meeting.given_up():
+            raise LinkError(f"link {self.meeting.name}: {reason}")
+        if time.monotonic() > deadline:
+            raise LinkError(f"link {self.meeting.name}: timed out")
+
+    # -- CUDA
+
+    def _gpu(self) -> str:
+        """Which GPU this rank uses, under whatever number."""
+        if self.meeting.device.type != "cuda":
+            raise LinkError(f"link {self.meeting.name}: cuda_ipc needs buffers on a GPU, not on "
+                            f"{self.meeting.device.type}")
+        return str(torch.cuda.get_device_properties(self.meeting.device).uuid)
+
+    def _export(self, storage: torch.UntypedStorage) -> list:
+        """What another process needs to map `storage`."""
+        handles = list(storage._share_cuda_())
+        return [value.hex() if i in _BINARY else value for i, value in enumerate(handles)]
+
+    def _map(self, exported: list) -> torch.UntypedStorage:
+        """The other process's memory as ours."""
+        handles = [bytes.fromhex(value) if i in _BINARY else value for i, value in enumerate(exported)]
+        handles[0] = torch.cuda.current_device()  # the same GPU may have another number here
+        return torch.UntypedStorage._new_shared_cuda(*handles)
+
+
+@dataclass
+class _Peer:
+    """The other end of a socket. Transfers are numbered, in both processes alike.
+
+    exported: by address, the number and the memory of each buffer that the peer has mapped; mapped: the peer's
+    buffers here, by that number. heard: messages that nobody has asked for yet.
+    """
+
+    connection: Connection
+    transfers: int = 0
+    exported: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
+    mapped: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    heard: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self) -> int:
+        self.transfers += 1
+        return self.transfers
+
+    def forget_dead(self) -> list[int]:
+        """The numbers of exported buffers that have been freed here; until the peer unmaps them they take memory."""
+        dead = [address for address, (_, memory) in self.exported.items() if memory.expired()]
+        return [self.exported.pop(address)[0] for address in dead]
+
+
+@dataclass(frozen=True)
+class _Sending:
+    transport: CudaIpcTransport
+    peer: int
+    number: int
+
+    def wait(self, deadline: float) -> None:
+        self.transport.hear(self.peer, self.number, deadline)
+
+
+@dataclass(frozen=True)
+class _Receiving:
+    transport: CudaIpcTransport
+    peer: int
+    number: int
+    flat: torch.Tensor
+
+    def wait(self, deadline: float) -> None:
+        self.transport.take(self.peer, self.transport.hear(self.peer, self.number, deadline), self.flat)

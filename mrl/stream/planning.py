@@ -1,0 +1,30 @@
+"""From an experiment to its sync plan: what `mrl check` shows is what the trainer ranks do. Needs no torch."""
+from __future__ import annotations
+
+from mrl.config.schema import Experiment
+from mrl.reshard.engine_layout import EngineLayout
+from mrl.reshard.layout import Layout
+from mrl.reshard.network import Network
+from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
+from mrl.reshard.spec import ModelSpec
+
+MIB = 1 << 20
+
+
+def plan_of(
+    experiment: Experiment, spec: ModelSpec, layout: Layout, te: bool, not_sharded: frozenset[str] = frozenset(),
+) -> SyncPlan:
+    """The plan of every sync of a run. `te`, `not_sharded`: see `SyncOptions`."""
+    sync, cluster, rollout = experiment.sync, experiment.cluster, experiment.rollout
+    engines = EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp,
+                           gpus_per_node=cluster.gpus_per_node)
+    options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
+                          dtype=experiment.model.dtype, not_sharded=not_sharded)
+    network = Network(gpus_per_node=cluster.gpus_per_node, nic_gb_s=cluster.nic_gb_s, nvlink_gb_s=cluster.nvlink_gb_s)
+    return plan_sync(spec, layout, engines, options, network)
+
+
+def _strategy(experiment: Experiment) -> str:
+    """sync.strategy, with `auto` decided where the time of transfers is not what counts: engines share one's files."""
+    auto = experiment.sync.strategy == "auto"
+    return "broadcast" if auto and experiment.sync.transport == "disk" else experiment.sync.strategy

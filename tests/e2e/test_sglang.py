@@ -1,0 +1,59 @@
+"""The quickstart with SGLang in vLLM's place, a few steps in each loop mode, from the same warm start."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.e2e.conftest import mrl
+from tests.e2e.runs import assert_nothing_left, finish, rows, start, trajectories
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+MODES = {
+    "one_step_overlap": [],
+    "colocated_sync": ["cluster.gpus=1", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null",
+                       "trainer.parallel.tp=1"],
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def run(request, warm_start, tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("sglang")
+    log = folder / "console.log"
+    finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", f"loop.mode={request.param}",
+                  *MODES[request.param], f"loop.steps={STEPS}", "eval.every=3", f"log.dir={folder}/runs"], log), log,
+           timeout_s=900)
+    run_dir, = (folder / "runs").iterdir()
+    return SimpleNamespace(run_dir=run_dir, log=log, console=log.read_text(), mode=request.param)
+
+
+def test_weights_of_every_step_arrive_and_the_first_are_verified(run):
+    pushes = rows(run.run_dir, "sync")
+    assert [row["sync/version"] for row in pushes] == [f"0:{step}" for step in range(STEPS + 1)]
+    assert pushes[0]["sync/verified"]
+    lag = 1.0 if run.mode == "one_step_overlap" else 0.0
+    assert [row["rollout/version_lag"] for row in rows(run.run_dir, "train")] == [0.0, lag, lag]
+
+
+def test_trainer_and_engine_agree_on_log_probs(run):
+    shared = [row for row in rows(run.run_dir, "train") if row["rollout/version_lag"] == 0]
+    assert all(0 < row["rollout/logprob_diff"] < 1e-4 for row in shared)
+
+
+def test_it_answers_as_vllm_does(run, quickstart):
+    ours, theirs = (rows(each.run_dir, "eval")[0] for each in (run, quickstart))
+    assert ours["eval/prompts"] == theirs["eval/prompts"] == 500
+    assert ours["eval/mean@1"] == pytest.approx(theirs["eval/mean@1"], abs=0.1)  # both sample at temperature 1
+    responses = {row["response"] for row in trajectories(run.run_dir, "step_000000")}
+    assert len(responses) > 1, "every sample is the same"
+
+
+def test_nothing_is_left_running(run):
+    assert_nothing_left(run.log)
+
+
+def test_a_python_without_sglang_is_named_before_anything_starts(warm_start, home):
+    done = mrl("train", "configs/quickstart_cpu.yaml", "rollout.engine=sglang",
+               f"rollout.python={home}/vllm/bin/python")
+    assert done.returncode == 2 and "rollout.python" in done.stderr and "has no sglang" in done.stderr

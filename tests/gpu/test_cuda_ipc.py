@@ -1,0 +1,28 @@
+"""cuda_ipc between processes on one GPU: every byte, speed, and ends that die; and two that are not on the same GPU."""
+import pytest
+
+from tests.receiver.transport_gang import run
+
+pytestmark = pytest.mark.gpu
+WORLD = 3
+
+
+def test_every_byte_then_a_silent_and_a_killed_peer(gpus):
+    gpus(1)
+    said = run("cuda_ipc", WORLD, "transfers", "broadcast", "speed", "patience", "lose", gpus=[0] * WORLD)
+    for rank in said:
+        assert all(rank[scenario] == {"wrong": []} for scenario in ("transfers", "broadcast")), rank
+    print(f"512 MiB from process to process: {said[0]['speed']['gb_per_s']:.0f} GB/s")
+    assert said[0]["speed"]["gb_per_s"] > 100  # memory of one GPU
+    assert "timed out" in said[0]["patience"]["error"] and 1 <= said[0]["patience"]["seconds"] < 3
+    for rank in said[1:]:
+        assert "a peer gave it up" in rank["patience"]["error"] and rank["patience"]["seconds"] < 5, rank
+    assert all(rank["lose"]["seconds"] < 5 for rank in said[:-1]), said
+    assert any(f"rank {WORLD - 1} is gone" in rank["lose"]["error"] for rank in said[:-1]), said
+
+
+def test_ranks_on_different_gpus_are_refused(gpus):
+    gpus(2)
+    sender, worker = run("cuda_ipc", 2, "strangers", gpus=[0, 1])
+    assert "sends from GPU" in worker["strangers"]["error"]
+    assert "a peer gave it up" in sender["strangers"]["error"] and sender["strangers"]["seconds"] < 5
