@@ -28,7 +28,8 @@ CONFIGS = {
     # vLLM's CPU kernel for MLA knows one size: 512 latent and 64 rotated dimensions
     "deepseek_v3": DeepseekV3Config(**COMMON, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
                                     n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=512,
-                                    qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc"),
+                                    qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc",
+                                    scoring_func="sigmoid"),
 }
 
 
