@@ -46,14 +46,15 @@ def fill(items: Sequence[Item], limit: int) -> list[Items]:
 def deal(items: Sequence[Item], limit: int, multiple: int, smallest: int) -> list[Items]:
     """Consecutive items in loads of about the same size and at most `limit` elements, as many as a multiple of `multiple`.
 
-    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, and whole tensors
-    below `limit`, where that many would have fewer than `smallest` elements each.
+    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, of any number, where
+    so many would have fewer than `smallest` elements each.
     """
     total = size(items)
-    count = _round_up(-(-total // limit), multiple)
+    needed = -(-total // limit)
+    count = _round_up(needed, multiple)
     if total < count * smallest:
-        return fill(items, min(limit, max(smallest, -(-total // max(1, total // smallest)))))
-    whole = fill(items, limit)
+        count, multiple = max(needed, total // smallest), 1
+    whole = fill(items, max(1, min(limit, int(_WASTE * total / count))))
     if max(map(size, whole)) * _round_up(len(whole), multiple) <= _WASTE * total:
         return whole
     while True:

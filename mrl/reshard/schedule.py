@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterator, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -88,19 +88,18 @@ class Schedule:
 
     def of_rank(self, rank: int) -> list[int]:
         """The buckets in which a trainer rank takes part, in order."""
-        mine = {number: (rank - group.first) // group.stride for number, group in enumerate(self.groups)
-                if group.first <= rank and (rank - group.first) % group.stride < group.size
-                and (rank - group.first) // group.stride < group.replicas}
+        places = {number: divmod(rank - group.first, group.stride) for number, group in enumerate(self.groups)}
+        mine = {number: place for number, place in places.items()
+                if 0 <= place[0] < self.groups[number].replicas and place[1] < self.groups[number].size}
         found = []
         for number, track in enumerate(self.tracks):
-            taken = [(at, step) for at, step in enumerate(track.steps)
-                     if any(load.numel and load.group in mine for load in step.loads)]
+            taken = [(at, step, replicas) for at, step in enumerate(track.steps)
+                     if (replicas := _replicas_within_block(step, mine))]
             for lane in range(self.lanes):
                 shift = self._shift(track, lane)
-                for at, step in taken:
+                for at, step, replicas in taken:
                     first = self.block(step, lane) * step.block
-                    if any(load.numel and mine.get(load.group) == first + replica
-                           for load, (replica, _) in zip(step.loads, step.senders)):
+                    if any(mine_is == first + replica for mine_is, replica in replicas):
                         slot = self._slot_of[number][(at - shift) % len(track.steps)]
                         found.append(slot * self.lanes + lane)
         return sorted(found)
@@ -133,6 +132,15 @@ class Schedule:
     def totals(self) -> Totals:
         """Bytes and messages of every rank and worker."""
         return _totals(self)
+
+
+def _replicas_within_block(step: Step, mine: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    """For every slice of a step that may need a rank: its replica of the slice's group, and the slice's in the block.
+
+    mine: by group of the rank, its replica and its number within that. Of a direct slice only the sender is needed.
+    """
+    return [(mine[load.group][0], replica) for load, (replica, rank) in zip(step.loads, step.senders)
+            if load.numel and load.group in mine and (step.worker is None or mine[load.group][1] == rank)]
 
 
 @dataclass(frozen=True)
