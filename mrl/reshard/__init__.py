@@ -19,9 +19,9 @@ _WITH_TORCH = {"load_hf": "load", "export_tensors": "export", "save_hf": "export
 
 __all__ = [
     "Bucket", "BucketItem", "Coord", "DTYPE_BYTES", "ExpertCoord", "FAMILIES", "Family", "Layout", "ModelSpec",
-    "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "chunk_prefix", "expert_range", "family_of",
-    "hf_tensors", "is_expert", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
-    "read_config", *_WITH_TORCH,
+    "MoeKeys", "MoeSpec", "ParamPlan", "Piece", "Rule", "SyncPlan", "assemble_views", "chunk_prefix",
+    "expert_range", "family_of", "hf_tensors", "is_expert", "layout_problems", "local_params", "model_spec",
+    "pack_views", "plan_sync", "read_config", *_WITH_TORCH,
 ]
 
 

@@ -73,7 +73,7 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
 
 
 def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict[str, Any]:
-    """What Megatron is told about experts. The dispatcher it checks against variable_seq_lengths in dense models too."""
+    """What Megatron is told about experts; of a dense model, what it checks against variable_seq_lengths."""
     moe, parallel = spec.moe, section.parallel
     if moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -109,7 +109,8 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
 
     One for each virtual pipeline stage, in order.
     """
-    frequencies = inverse_frequencies(hf_config)
+    device = torch.cuda.current_device()
+    frequencies = inverse_frequencies(hf_config).to(device)
     layout, chunks = place.layout, []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
@@ -124,7 +125,8 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        model.rotary_pos_emb.inv_freq = frequencies
+        model.to(device)  # Megatron makes the weights of routers and of shared experts' gates on the host
         _mark_experts(model)
         chunks.append(model)
     return chunks

@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16
 
 
 def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
-    """Names, local shapes and dtypes of the parameters of one rank, as the trainer builds it; its place among experts."""
+    """Names, local shapes and dtypes of one rank's parameters, as the trainer builds it; its place among experts."""
     from megatron.core import parallel_state
 
     from mrl.config.schema import Trainer, TrainerParallel

@@ -47,7 +47,7 @@ EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
 SEEDS = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 1}
 """Of the random parameters; with these, every token is far from other experts than its own (see `check_margin`)."""
 MARGIN = 1e-3
-"""Least distance between the router logits of the last expert chosen and the first one not: rounding decides nothing."""
+"""Least distance between the router logits of the last expert chosen and the next one: rounding decides nothing."""
 
 
 def families(parallel: dict, known: Iterable[str] = tuple(CONFIGS)) -> list[str]:
