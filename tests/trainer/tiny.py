@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 import torch
 from safetensors.torch import load_file
@@ -70,9 +70,9 @@ MARGIN = 1e-3
 """Relative change of a router's input that may not change any choice: rounding decides nothing."""
 
 
-def families(parallel: dict) -> list[str]:
-    """The families that can be cut like this."""
-    found = list(CONFIGS)
+def families(parallel: dict, known: Iterable[str] = tuple(CONFIGS)) -> list[str]:
+    """Those of the `known` families that can be cut like this."""
+    found = list(known)
     if parallel.get("ep", 1) > 1 or parallel.get("etp", 1) > 1:
         found = [family for family in found if family in EXPERT_FAMILIES]
     if parallel.get("tp", 1) > 1 and not parallel.get("sequence_parallel"):
