@@ -74,6 +74,7 @@ ENGINES = [
     EngineLayout("sglang", count=2, tp=4, dp=2, ep=2),
 ]
 
+
 def layouts_of(variant: str) -> list[Layout]:
     """Those that the variant can be cut into."""
     architecture, changes = VARIANTS[variant]
