@@ -91,16 +91,16 @@ def seats(plan: SyncPlan, rank: int) -> dict[int, Seat]:
 class Links:
     """The links of one sender. `store` is this thread's connection to the weight store; what is sent lies on `device`.
 
-    folder: where the disk transport writes; None with the others.
-    errors: by engine, why its link was lost in the push that `begin` began.
+    errors: by engine, why its link was lost in the push that `begin` began. folder: where the disk transport writes;
+    None with the others.
     """
 
     rank: int
     store: dist.Store
     device: torch.device
-    folder: Optional[Path] = None
     open: dict[int, Link] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    folder: Optional[Path] = None
 
     def begin(self, targets: list[Target], seats: Mapping[int, Seat], timeout_s: float) -> None:
         """Wait until every engine that has a seat for us stands ready, and build the links that are new.

@@ -30,7 +30,6 @@ from mrl.stream.report import PushReport, Sent
 logger = logging.getLogger(__name__)
 
 
-
 class WeightSync:
     """Built on every trainer rank, together, after init_process_group.
 
@@ -49,7 +48,7 @@ class WeightSync:
         if self.rank == 0:
             self._discard()  # what a gang that died has left, before any rank of this one can write
         self.store, store_host = self._open_store(host)
-        self.links = Links(self.rank, self.store, device, self.folder)
+        self.links = Links(self.rank, self.store, device, folder=self.folder)
         self._plan()
         self.calls: Optional[EngineCalls] = None
         if self.rank == 0:
@@ -70,15 +69,16 @@ class WeightSync:
             self._sweep()
             current = self.calls.begin(number, version, engines, self.plan, self._exclude)
             targets = current.targets
-            self.store.set(_key(number, "targets"), json.dumps(
-                {"targets": [asdict(target) for target in targets], "not_sharded": sorted(self.plan.options.not_sharded)}))
+            self.store.set(_key(number, "targets"), json.dumps({
+                "targets": [asdict(target) for target in targets],
+                "not_sharded": sorted(self.plan.options.not_sharded)}))
             self.calls.start(current)
         else:
             targets = self._hear_targets(number)
-        ranks = participants(self.plan, {target.request.engine for target in targets})
+        reached = frozenset(target.request.engine for target in targets)
+        ranks = self._participants(reached)
         if self.rank in ranks:
-            gatherer = self._gatherer(targets)
-            sent = stream(gatherer, self.links, self.seats, targets, self.settings.timeout_s)
+            sent = stream(self._gatherer(reached), self.links, self.seats, targets, self.settings.timeout_s)
             self.store.set(_key(number, f"sent/{self.rank}"), sent.to_json())
         if current is not None:
             report = self._conclude(current, ranks, began)
@@ -146,10 +146,19 @@ class WeightSync:
         self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
+        self.participants: dict[frozenset[int], frozenset[int]] = {}
 
-    def _gatherer(self, targets: list[Target]) -> Gatherer:
+    def _participants(self, engines: frozenset[int]) -> frozenset[int]:
+        """The ranks that gather or send something for these engines."""
+        if engines not in self.participants:
+            self.participants[engines] = frozenset(
+                rank for bucket in self.plan.outline if not engines.isdisjoint(bucket.engines)
+                for one in bucket.slices for rank in one.ranks)
+        return self.participants[engines]
+
+    def _gatherer(self, engines: frozenset[int]) -> Gatherer:
         """Views into the parameters, made anew only when these have moved or the engines are others."""
-        params, engines = self.trainer.local_params(), frozenset(target.request.engine for target in targets)
+        params = self.trainer.local_params()
         if self.gatherer is None or not self.gatherer.current(params, engines):
             self.gatherer = None  # its buffers go before the next one's come
             self.gatherer = Gatherer(self.plan, self.rank, params, engines, self.settings.buffers)
@@ -183,12 +192,6 @@ class WeightSync:
                                   master_listen_fd=listener.detach())
         dist.broadcast_object_list(place, src=0)
         return store or dist.TCPStore(*place[0], is_master=False), place[0][0]
-
-
-def participants(plan: SyncPlan, engines: set[int]) -> frozenset[int]:
-    """The ranks that gather or send something for these engines."""
-    return frozenset(rank for bucket in plan.outline if not engines.isdisjoint(bucket.engines)
-                     for one in bucket.slices for rank in one.ranks)
 
 
 def _key(push: int, name: str) -> str:

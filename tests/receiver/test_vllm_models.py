@@ -28,8 +28,11 @@ CONFIGS = {
     # vLLM's CPU kernel for MLA knows one size: 512 latent and 64 rotated dimensions
     "deepseek_v3": DeepseekV3Config(**COMMON, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
                                     n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=512,
-                                    qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc"),
+                                    qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc",
+                                    scoring_func="sigmoid"),
 }
+LIKE_TRANSFORMERS = {"qwen3_moe"}
+"""vLLM's CPU backend computes MLA otherwise than transformers does, whatever loads its weights."""
 
 
 def make(name: str, path: Path) -> Path:
@@ -82,32 +85,57 @@ def loop():
     thread.join(10)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_log_probs_after_every_sync(name, tmp_path, loop):
-    def call(coroutine, timeout=400):
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout)
+class Engine:
+    """An EngineServer that is called from another thread."""
 
+    def __init__(self, loop, path: Path, run_dir: Path, load_weights: bool = False):
+        python = Path(os.environ.get("MRL_HOME", Path.cwd() / ".mrl")) / "vllm/bin/python"
+        self.loop = loop
+        self.server = EngineServer(make_experiment(path, str(python)), 0, "run", run_dir, load_weights=load_weights)
+
+    def begin(self, method: str, *arguments):
+        return asyncio.run_coroutine_threadsafe(getattr(self.server, method)(*arguments), self.loop)
+
+    def call(self, method: str, *arguments):
+        return self.begin(method, *arguments).result(400)
+
+    def sample(self):
+        return self.call("generate", GenerateRequest(PROMPT, seed=3, max_tokens=12, temperature=1.0))
+
+    def sync(self, senders: Senders, step: int, tensors: dict[str, torch.Tensor]):
+        """One verified sync; the answer to PROMPT after it."""
+        request = senders.request(step, verify=True, link=str(id(senders)), deadline_s=60.0)
+        if request.connect:
+            assert self.call("prepare", request).not_sharded == {}
+        done = self.begin("receive", replace(request, plan={}))
+        senders.send(request, tensors)
+        result = done.result(120)
+        assert result.verified and result.unverified == ()
+        return self.sample()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whole_and_sharded_syncs_do_what_loading_from_disk_does(name, tmp_path, loop):
     path = make(name, tmp_path / "model")
-    python = Path(os.environ.get("MRL_HOME", Path.cwd() / ".mrl")) / "vllm/bin/python"
-    engine = EngineServer(make_experiment(path, str(python)), 0, "run", tmp_path)
-    call(engine.start())
+    versions = [weights(path, 1), weights(path, 2)]
+    engine = Engine(loop, path, tmp_path)
+    engine.call("start")
     try:
-        step = 0
-        for sharded in (False, True):
-            senders = Senders(plan_of(weights(path, 0), sharded))
-            for _ in range(2):
-                step += 1
-                tensors = weights(path, step)
-                request = senders.request(step, verify=True, link=f"{sharded}", deadline_s=60.0)
-                if request.connect:
-                    assert call(engine.prepare(request)).not_sharded == {}
-                    assert (call(engine.status()).state == "dirty") is (sharded or step == 1)
-                done = asyncio.run_coroutine_threadsafe(engine.receive(replace(request, plan={})), loop)
-                senders.send(request, tensors)
-                result = done.result(120)
-                assert result.verified and result.unverified == ()
-                answer = call(engine.generate(GenerateRequest(PROMPT, seed=3, max_tokens=12, temperature=1.0)))
-                assert torch.allclose(torch.tensor(answer.log_probs), reference(path, tensors, answer.token_ids),
-                                      atol=1e-4)
+        whole, sharded = (
+            [engine.sync(senders, step + i, tensors) for i, tensors in enumerate(versions)]
+            for step, senders in ((1, Senders(plan_of(versions[0], False))), (3, Senders(plan_of(versions[0], True)))))
     finally:
-        call(engine.stop())
+        engine.call("stop")
+    for one, other, tensors in zip(whole, sharded, versions):
+        assert one.token_ids == other.token_ids and one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        if name in LIKE_TRANSFORMERS:
+            assert torch.allclose(torch.tensor(one.log_probs), reference(path, tensors, one.token_ids), atol=1e-4)
+    assert whole[0].log_probs != pytest.approx(whole[1].log_probs, abs=0.1)
+    save_file(versions[1], path / "model.safetensors", metadata={"format": "pt"})
+    from_disk = Engine(loop, path, tmp_path, load_weights=True)
+    from_disk.call("start")
+    try:
+        loaded = from_disk.sample()
+    finally:
+        from_disk.call("stop")
+    assert (loaded.token_ids, loaded.log_probs) == (whole[1].token_ids, pytest.approx(whole[1].log_probs, abs=1e-5))

@@ -1,8 +1,8 @@
 """Run by torchrun: a gang pushes to toy engines that live in rank 0, by every strategy from every layout it is given.
 
-Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node]]}.
-Prints CASE and a JSON object for every case and strategy; asserts, on the way, what must hold for all of them. Every
-buffer is poisoned as soon as it may be used again.
+Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node,
+tensor that the engines hold otherwise than planned or ""]]}. Prints CASE and a JSON object for every case and strategy;
+asserts, on the way, what must hold for all of them. Every buffer is poisoned as soon as it may be used again.
 """
 import json
 import sys
@@ -39,45 +39,56 @@ def poison_used_buffers() -> None:
     Gatherer.fill = poisoned_fill
 
 
-def engines_for(experiment, model: Path, workers: int) -> list[ToyEngine]:
+def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[ToyEngine]:
     spec = model_spec(read_config(model))
     shapes = dict(hf_tensors(spec))
 
     def make_model(worker: int, workers: int) -> ToyModel:
-        return ToyModel(shapes, spec.kv_heads, worker, workers)
+        return ToyModel(shapes, spec.kv_heads, worker, workers, replicated)
 
     return [ToyEngine(experiment, index, make_model, workers) for index in range(ENGINES)]
 
 
-def push_twice(case: list, strategy: str, models: dict[str, str]) -> None:
-    name, sizes, workers, node = case
+def run_case(case: list, strategy: str, models: dict[str, str]) -> None:
+    name, sizes, workers, node, replicated = case
     model, rank = Path(models[name]), dist.get_rank()
     experiment = make_experiment(
         model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0},
         rollout={"parallel": {"tp": workers}}, cluster={"rollout_gpus": ENGINES * workers, "gpus_per_node": node})
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
-    engines = engines_for(experiment, model, workers) if rank == 0 else None
+    engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
     sync = WeightSync(experiment, trainer, engines, RUN_ID)
-    for step in (1, 2):
-        trainer.become(weights(model, step))
-        for engine in engines or []:
-            engine.scramble()
-        report = sync.push(Version(0, step))
-        assert report.ok and report.verified == (step == 1) and not report.unverified, report
-        assert report.strategy == strategy
-        for engine in engines or []:
-            assert engine.holds(weights(model, step)), f"{case} {strategy}: engine {engine.gate._index}"
+    push_three_times(sync, trainer, engines)
     check_memory(sync)
-    senders = len({sender for engine in range(ENGINES) for sender in sync.plan.senders(engine)})
-    modes = sorted({bucket.mode for bucket in sync.plan.outline})
-    assert report.bytes == sum(sync.plan.bytes_by_sender.values()), report
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, sorted(sync.plan.options.not_sharded))
+    assert everyones == [everyones[0]] * len(everyones), "ranks go by different plans"
     if rank == 0:
-        print("CASE", json.dumps({"case": case, "strategy": strategy, "senders": senders, "modes": modes}), flush=True)
+        print("CASE", json.dumps({
+            "case": case, "strategy": sync.plan.strategy, "not_sharded": everyones[0],
+            "senders": len({sender for engine in range(ENGINES) for sender in sync.plan.senders(engine)}),
+            "modes": sorted({bucket.mode for bucket in sync.plan.outline})}), flush=True)
     sync.close()
     dist.barrier()
-    for engine in engines or []:
+    for engine in engines:
         engine.stop()
+
+
+def push_three_times(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine]) -> None:
+    """To all engines, again, and to the last one alone."""
+    for step in (1, 2, 3):
+        tensors = weights(trainer.model, step)
+        trainer.become(tensors)
+        targets = engines if step < 3 else engines[-1:]
+        for engine in targets:
+            engine.scramble()
+        report = sync.push(Version(0, step), None if step < 3 else [ENGINES - 1])
+        assert report.ok and report.verified == (step == 1) and not report.unverified, report
+        assert len(report.errors) == (ENGINES if step < 3 else 1), report
+        assert step == 3 or report.bytes == sum(sync.plan.bytes_by_sender.values()), report
+        assert all(engine.holds(tensors) for engine in targets)
+    assert all(engine.holds(weights(trainer.model, 2)) for engine in engines[:-1]), "not asked, but touched"
 
 
 def check_memory(sync: WeightSync) -> None:
@@ -94,7 +105,7 @@ def main(path: str) -> None:
     poison_used_buffers()
     for case in order["cases"]:
         for strategy in ("broadcast", "multi_sender", "sharded"):
-            push_twice(case, strategy, order["models"])
+            run_case(case, strategy, order["models"])
     dist.barrier()
     dist.destroy_process_group()
 

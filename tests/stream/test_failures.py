@@ -170,6 +170,6 @@ def test_a_tensor_that_cannot_go_as_a_shard_travels_whole_and_is_named(model, on
     assert report.ok, report
     warnings = [record.getMessage() for record in caplog.records if "cannot take them as shards" in record.getMessage()]
     assert len(warnings) == 1 and REPLICATED in warnings[0] and "q_proj" not in warnings[0]
-    assert gang.engines[0].holds(weights(model, 1)) and gang.sync.options.not_sharded == {REPLICATED}
+    assert gang.engines[0].holds(weights(model, 1)) and gang.sync.plan.options.not_sharded == {REPLICATED}
     gang.assert_heals(2)
     gang.stop()

@@ -7,19 +7,20 @@ from tests.stream.engines import ROOT
 from tests.stream.tiny import make_moe
 from tests.torchrun import torchrun
 
+REPLICATED = "model.layers.1.mlp.up_proj.weight"
 DENSE = [
-    # layout, workers of an engine, workers on one of its nodes
-    ({"tp": 4}, 2, 2),
-    ({"tp": 2, "pp": 2}, 4, 2),
-    ({"tp": 2, "dp": 2}, 1, 8),
-    ({"pp": 2, "dp": 2}, 2, 1),
-    ({"dp": 4}, 4, 8),
+    # layout, workers of an engine, workers on one of its nodes, tensor that they hold whole although vLLM would not
+    ({"tp": 4}, 2, 2, ""),
+    ({"tp": 2, "pp": 2}, 4, 2, ""),
+    ({"tp": 2, "dp": 2}, 1, 8, ""),
+    ({"pp": 2, "dp": 2}, 2, 1, REPLICATED),
+    ({"dp": 4}, 4, 8, ""),
 ]
 EXPERTS = [
-    ({"dp": 4, "ep": 4}, 2, 2),
-    ({"tp": 2, "dp": 2, "ep": 2}, 2, 2),
-    ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 4, 2),
-    ({"tp": 2, "pp": 2, "etp": 2}, 1, 8),
+    ({"dp": 4, "ep": 4}, 2, 2, ""),
+    ({"tp": 2, "dp": 2, "ep": 2}, 2, 2, ""),
+    ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 4, 2, ""),
+    ({"tp": 2, "pp": 2, "etp": 2}, 1, 8, ""),
 ]
 
 
@@ -36,6 +37,8 @@ def check(found: list[dict], cases: list) -> None:
     modes = {"broadcast": ["broadcast"], "multi_sender": ["slices"], "sharded": ["direct", "slices"]}
     for one in found:
         assert one["modes"] == modes[one["strategy"]], one
+        replicated = one["case"][-1]
+        assert one["not_sharded"] == ([replicated] if replicated and one["strategy"] == "sharded" else []), one
 
 
 @pytest.mark.slow

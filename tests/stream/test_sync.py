@@ -1,4 +1,5 @@
 """Pushes to real engines from gangs of one and of several ranks: right after every sync, and safe when one breaks."""
+import json
 import subprocess
 import sys
 import time
@@ -197,7 +198,7 @@ def test_another_runs_trainer_is_refused(bench, pushing):
 
 def wait_restarted(bench, incarnation: int, processes: list[int]) -> None:
     """Until the engine is up again, dirty, and nothing is left of the server before."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while (status := bench.call("status")).state != "dirty":
         assert time.monotonic() < deadline and status.state == "starting", status
         time.sleep(0.5)
