@@ -1,10 +1,14 @@
-"""Times weight syncs from a trainer to one vLLM engine, and beside them a raw NCCL broadcast of the same bytes.
+"""Times weight syncs from a trainer to one engine, and beside them, in the same run, what others do.
 
-    torchrun --nproc-per-node TP tools/bench_sync.py --python VLLM_PYTHON [--shape qwen2.5-7b] [--rounds 5] ...
+    torchrun --nproc-per-node TP tools/bench_sync.py --python ENGINE_PYTHON --model DIR [--device cpu] ...
 
-The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads), on the first
-GPUs; the engine takes the next ones. A push is timed whole, from the status call to the engine's commit. The first one
-builds the link and verifies checksums; with --verify-last so does the last. Needs TP + engine TP GPUs.
+The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads). With GPUs the
+ranks have the first ones and the engine the next. A push is timed whole, from the status call to the engine's commit;
+the first one, which builds the link and verifies checksums, is not counted. Beside it:
+
+    raw broadcast          the same bytes in messages of 1 GiB at most, into memory of the engine's workers; no loading
+    per tensor             every HF tensor by itself: a call of the engine, a broadcast, a call of its loader
+    per tensor, one call   the same, but the engine is called once for all of them
 """
 from __future__ import annotations
 
@@ -13,27 +17,31 @@ import json
 import os
 import sys
 import tempfile
-import time
-from math import prod
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Optional
 
 import ray
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
 
 from mrl.cluster.fleet import connect_ray
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
+from mrl.engine.ports import reserve_port
 from mrl.engine.server import EngineServer
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors, local_params
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.sync import WeightSync
 
-sys.path.insert(0, str(Path(__file__).parent))
+TOOLS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TOOLS))
 from make_quickstart import make_tokenizer  # noqa: E402
+from peers.trainer import HOST, PeerTrainer  # noqa: E402
 
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "attention_dropout": 0.0,
           "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -45,23 +53,39 @@ SHAPES = {
     "qwen2.5-1.5b": {**_QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
                      "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
-RAW_MIB = 1024
 RUN_ID = "bench-sync"
 
 
-class RandomWeights:
-    """What WeightSync needs of a trainer: one rank's shards, in bfloat16 on its GPU."""
+@dataclass
+class Figure:
+    """One line of the result: seconds of every round, and of its stages where they are known."""
 
-    def __init__(self, path: Path, layout: Layout, rank: int, device: torch.device, te: bool):
-        self.layout, self.coord, self.te = layout, layout.coord(rank), te
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, turn: int, seconds: float, stages: Optional[dict[str, float]] = None) -> None:
+        """Note a round; that of turn 0 is not counted."""
+        if turn:
+            self.seconds.append(seconds)
+            self.stages.append(stages or {})
+
+    def stage(self, name: str) -> str:
+        """The median of a stage, as text; empty where it is not known."""
+        return f"{median(stages[name] for stages in self.stages):.3f}" if name in self.stages[0] else ""
+
+
+class RandomWeights:
+    """What WeightSync needs of a trainer: one rank's shards, in bfloat16 on its device."""
+
+    def __init__(self, path: Path, layout: Layout, rank: int, device: torch.device):
+        self.layout, self.coord, self.te = layout, layout.coord(rank), device.type == "cuda"
         self.spec = model_spec(read_config(path))
-        self.params = {}
-        for plan in local_params(self.spec, layout, self.coord, te):
-            self.params[plan.name] = torch.empty(plan.shape, dtype=torch.bfloat16, device=device)
+        self.params = {plan.name: torch.empty(plan.shape, dtype=torch.bfloat16, device=device)
+                       for plan in local_params(self.spec, layout, self.coord, self.te)}
         generator = torch.Generator(device).manual_seed(1)  # the same everywhere: replicated parameters must be equal
         for tensor in self.params.values():
             tensor.normal_(0, 0.02, generator=generator)
-        self.total_bytes = sum(2 * prod(shape) for shape in hf_tensors(self.spec).values())
 
     def local_params(self) -> dict[str, torch.Tensor]:
         return self.params
@@ -70,141 +94,125 @@ class RandomWeights:
         """New values, so that every push brings something new."""
         for tensor in self.params.values():
             tensor.neg_()
-        torch.cuda.synchronize()
+        if self.te:
+            torch.cuda.synchronize()
 
 
-def experiment(options: argparse.Namespace, path: Path, ranks: int) -> Experiment:
+def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -> Experiment:
+    on_gpu = options.device == "cuda"
+    arguments = ["--enforce-eager", "--gpu-memory-utilization", "0.6"] if on_gpu else []
     return Experiment.model_validate({
         "name": RUN_ID,
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 512},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 2},
         "trainer": {"parallel": {"tp": ranks}},
-        "rollout": {"python": options.python, "parallel": {"tp": options.engine_tp}, "max_concurrent_requests": 64,
-                    "sampling": {"max_response_tokens": 512}, "start_timeout_s": options.start_timeout,
-                    "args": ["--enforce-eager", "--gpu-memory-utilization", "0.6", *options.engine_arg]},
-        "sync": {"strategy": options.strategy, "transport": options.transport,
-                 "bucket_mb": options.bucket_mb[0], "buffers": options.buffers,
-                 "verify_every": options.rounds if options.verify_last else 0},
+        "rollout": {"python": options.python, "parallel": {"tp": options.engine_tp}, "host": HOST, "port": port,
+                    "max_concurrent_requests": 16, "sampling": {"max_response_tokens": 512},
+                    "start_timeout_s": options.start_timeout, "env": {"PYTHONPATH": str(TOOLS)},
+                    "args": [*arguments, *options.engine_arg, "--worker-extension-cls", "peers.worker.PeerReceiver"]},
+        "sync": {"bucket_mb": options.bucket_mb[0], "buffers": options.buffers, "transport": options.transport},
         "loop": {"steps": 1},
-        "cluster": {"device": "cuda", "trainer_gpus": ranks, "rollout_gpus": options.engine_tp},
+        "cluster": {"device": options.device, "trainer_gpus": ranks, "rollout_gpus": options.engine_tp},
     })
-
-
-def raw_broadcast(rank: int, port: int, gpu: int, nbytes: int, seconds) -> None:
-    """One of two processes: the bytes in messages of RAW_MIB over a process group of torch, nothing else around it."""
-    torch.cuda.set_device(gpu)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
-    flat = torch.empty(RAW_MIB << 20, dtype=torch.uint8, device=gpu)
-    sizes = [flat.numel()] * (nbytes // flat.numel()) + [nbytes % flat.numel()]
-    best = float("inf")
-    for _ in range(4):
-        dist.barrier()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for size in sizes:
-            dist.broadcast(flat[:size], 0)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    seconds[rank] = best
-    dist.destroy_process_group()
-
-
-def time_raw(ranks: int, nbytes: int) -> float:
-    """Seconds of a raw broadcast between the first trainer's GPU and the first engine's."""
-    context = mp.get_context("spawn")
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # closed again: a free port
-    seconds = context.Array("d", 2)
-    peers = [context.Process(target=raw_broadcast, args=(r, port, gpu, nbytes, seconds))
-             for r, gpu in enumerate((0, ranks))]
-    for peer in peers:
-        peer.start()
-    for peer in peers:
-        peer.join(120)
-    return max(seconds)
-
-
-def show(name: str, report, raw_s: float) -> None:
-    size = report.bytes / 1e9
-    print(f"{name}: {report.seconds:.3f} s = {size / report.seconds:.0f} GB/s ({raw_s / report.seconds:.0%} of raw); "
-          f"gather {report.gather_s:.3f} send {report.send_s:.3f} load {report.load_s:.3f} s"
-          + (", verified" if report.verified else ""), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python", required=True, help="Python of an environment with the engine")
+    parser.add_argument("--model", type=Path, help="a Hugging Face model directory; only its config and tokenizer count")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a model's sizes, without --model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[512], help="sync.bucket_mb, one after another")
     parser.add_argument("--buffers", type=int, default=2)
-    parser.add_argument("--strategy", choices=("auto", "broadcast", "multi_sender", "sharded"), default="auto")
-    parser.add_argument("--transport", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument("--transport", choices=("auto", "nccl", "gloo"), default="auto")
     parser.add_argument("--engine-tp", type=int, default=1)
     parser.add_argument("--engine-arg", action="append", default=[], help="extra argument of the engine (repeat)")
     parser.add_argument("--start-timeout", type=float, default=600)
-    parser.add_argument("--verify-last", action="store_true", help="compare checksums after the last round too")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args()
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         bench(options, Path(folder))
     dist.destroy_process_group()
 
 
 def bench(options: argparse.Namespace, folder: Path) -> None:
-    """Start an engine and push to it; `folder` is for the model's config and the engine's log."""
+    """Start an engine and measure; `folder` is for the model's config, where none is given, and the engine's log."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    (folder / "config.json").write_text(json.dumps(SHAPES[options.shape]))
-    make_tokenizer().save_pretrained(folder)
-    exp = experiment(options, folder, ranks)
-    trainer = RandomWeights(folder, Layout(tp=ranks), rank, torch.device("cuda", torch.cuda.current_device()), te=True)
-    engines, raw_s, results = None, 0.0, {}
+    model = options.model or shape_only(folder / "model", options.shape)
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    trainer = RandomWeights(model, Layout(tp=ranks), rank, device)
+    with reserve_port(HOST, 0, "rollout.port") as port:
+        exp = experiment(options, model, ranks, port)
+    engines, peer = None, None
     try:
         if rank == 0:
-            raw_s, began = time_raw(ranks, trainer.total_bytes), time.monotonic()
-            size = trainer.total_bytes / 1e9
-            print(f"raw NCCL broadcast of {size:.2f} GB: {raw_s:.4f} s = {size / raw_s:.0f} GB/s", flush=True)
             connect_ray("local", RUN_ID)
-            gpus = [str(gpu) for gpu in range(ranks, ranks + options.engine_tp)]
-            engines = [ray.remote(num_cpus=0, max_concurrency=100)(EngineServer).remote(exp, 0, RUN_ID, folder, gpus)]
+            gpus = range(ranks, ranks + options.engine_tp) if options.device == "cuda" else ()
+            engines = [ray.remote(num_cpus=0, max_concurrency=100)(EngineServer).remote(
+                exp, 0, RUN_ID, folder, [str(gpu) for gpu in gpus])]
             ray.get(engines[0].start.remote())
-            print(f"engine up after {time.monotonic() - began:.0f} s", flush=True)
+            peer = PeerTrainer(f"http://{HOST}:{port}", hf_tensors(trainer.spec), device, options.engine_tp)
         dist.barrier()
-        for attempt, bucket_mb in enumerate(options.bucket_mb):
-            settings = exp.sync.model_copy(update={"bucket_mb": bucket_mb})
-            sync = WeightSync(exp.model_copy(update={"sync": settings}), trainer, engines, RUN_ID)
-            seconds = push_rounds(sync, trainer, attempt, options.rounds, raw_s)
-            results[f"{bucket_mb:g} MiB"] = seconds
-            sync.close()
+        figures = measure(options, exp, trainer, engines, peer)
     finally:
         if engines:
             ray.get(engines[0].stop.remote())
             ray.shutdown()
-    if rank == 0 and options.out:
-        options.out.write_text(json.dumps({"shape": options.shape, "raw_s": raw_s, "push_s": results}))
+    if rank == 0:
+        show(figures, peer.nbytes)
+        if options.out:
+            options.out.write_text(json.dumps({"bytes": peer.nbytes, "figures": [asdict(one) for one in figures]}))
 
 
-def push_rounds(sync: WeightSync, trainer: RandomWeights, attempt: int, rounds: int, raw_s: float) -> list[float]:
-    """One push that builds the link, then the timed ones, whose seconds are returned; on rank 0 each is printed."""
-    name = f"{sync.settings.bucket_mb:g} MiB x {sync.settings.buffers}"
-    plain = []
-    for step in range(1 + rounds):
-        trainer.change()
-        report = sync.push(Version(attempt, 1 + step))
-        if not report.ok:
-            raise SystemExit(f"push {step} failed: {report.errors}")
-        if not report.verified:
-            plain.append(report.seconds)
-        if sync.rank == 0:
-            show(f"{name}, {report.strategy}, {len(sync.plan.outline)} buckets, push {step}", report, raw_s)
-    if sync.rank == 0:
-        print(f"{name}: median of {len(plain)} pushes {median(plain):.3f} s = "
-              f"{trainer.total_bytes / 1e9 / median(plain):.0f} GB/s, {raw_s / median(plain):.0%} of raw", flush=True)
-    return plain
+def measure(options: argparse.Namespace, exp: Experiment, trainer: RandomWeights, engines: Optional[list],
+            peer: Optional[PeerTrainer]) -> list[Figure]:
+    """All ways in turn, round by round, so that what else the machine does disturbs all of them alike."""
+    others = {"raw broadcast": PeerTrainer.raw, "per tensor": PeerTrainer.per_tensor,
+              "per tensor, one call": PeerTrainer.per_tensor_one_call}
+    figures = {name: Figure(name) for name in others}
+    for attempt, bucket_mb in enumerate(options.bucket_mb):
+        settings = exp.sync.model_copy(update={"bucket_mb": bucket_mb})
+        sync = WeightSync(exp.model_copy(update={"sync": settings}), trainer, engines, RUN_ID)
+        mine = figures.setdefault(f"mrl, {bucket_mb:g} MiB x {options.buffers}", Figure(f"mrl, {bucket_mb:g} MiB x "
+                                                                                       f"{options.buffers}"))
+        for turn in range(1 + options.rounds):  # the first connects, and is not counted
+            for name, way in others.items() if peer else ():
+                figures[name].add(turn, way(peer))
+            dist.barrier()
+            trainer.change()
+            report = sync.push(Version(attempt, 1 + turn))
+            if not report.ok:
+                raise SystemExit(f"push {turn} failed: {report.errors or report.absent}")
+            mine.add(turn, report.seconds, {"gather": report.gather_s, "send": report.send_s, "load": report.load_s})
+        sync.close()
+    return list(figures.values())
+
+
+def shape_only(folder: Path, shape: str) -> Path:
+    """A model directory with a config and a tokenizer, and no weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def show(figures: list[Figure], nbytes: int) -> None:
+    """One row a way to sync; the first figure is the raw broadcast."""
+    table = Table(title=f"{nbytes / 1e9:.3f} GB, medians")
+    for heading in ("way", "seconds", "GB/s", "x raw", "gather", "send", "load", "slowest"):
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
+    raw = median(figures[0].seconds)
+    for figure in figures:
+        middle = median(figure.seconds)
+        table.add_row(figure.name, f"{middle:.3f}", f"{nbytes / 1e9 / middle:.2f}", f"{middle / raw:.2f}",
+                      *(figure.stage(name) for name in ("gather", "send", "load")), f"{max(figure.seconds):.3f}")
+    Console().print(table)
 
 
 if __name__ == "__main__":
