@@ -1,9 +1,9 @@
 """Replays a sync plan on a described cluster, as a discrete-event simulation. Pure, and needs no torch.
 
 What is simulated is what `mrl/stream` and `mrl/receiver` do: every rank gathers its slices in plan order into a ring of
-`buffers` slots; a sender ships one slice at a time and frees its slot when every engine has it; a worker receives its
-buckets in plan order into a ring of its own, and joins and copies one while it receives the next. A transfer begins
-when both of its ends have come to it. Wires carry what the network says, shared equally; a message costs its latency
+`buffers` slots; a sender sends one slice at a time, to the workers of an engine in turn and to several engines at once,
+and frees its slot when all have it; a worker receives one bucket at a time, in plan order, into a ring of its own, and
+joins and copies it while it receives the next. A transfer begins when both of its ends have come to it. Wires carry what the network says, shared equally; a message costs its latency
 besides; copies go at the memory's speed, and a worker is taken to copy all of a bucket. Nothing else costs time.
 """
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import Iterable, Optional
+from typing import Iterable, Optional, Sequence
 
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.events import Clock, Event, Fabric, Link, Process, Rendezvous, Slots, all_of
@@ -106,10 +106,10 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Shipment:
-    """One slice on its sender: sent once it is filled, all its transfers at a time."""
+    """One slice on its sender: sent once it is filled, by the transfers of every engine it is for."""
 
     filled: Event
-    transfers: list[Rendezvous]
+    engines: Sequence[Sequence[Rendezvous]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,11 @@ class _Arrival:
     transfer: Optional[Rendezvous]
     join: Optional[Rendezvous]
     nbytes: int
+
+
+def _in_turn(transfers: Sequence[Rendezvous]) -> Process:
+    for transfer in transfers:
+        yield transfer.arrive()
 
 
 class _Replay:
@@ -136,7 +141,7 @@ class _Replay:
 
     def add(self, outline: Outline) -> None:
         """The next bucket: who gathers, who ships to whom, who receives."""
-        transfers: list[list[Rendezvous]] = [[] for _ in outline.slices]
+        transfers: list[dict[int, list[Rendezvous]]] = [{} for _ in outline.slices]
         for engine in outline.engines:
             joins = self._joins(outline, engine)
             for index, workers in self._routes(outline):
@@ -144,7 +149,7 @@ class _Replay:
                 if part.nbytes:
                     transfer = Rendezvous(self.clock, f"bucket {outline.index} to engine {engine}", 1 + len(workers),
                                           partial(self._send, part, engine, workers))
-                    transfers[index].append(transfer)
+                    transfers[index].setdefault(engine, []).append(transfer)
                 for worker in workers:
                     arrival = _Arrival(transfer, joins.get(worker // self.node), sum(s.nbytes for s in outline.slices))
                     self.arrivals[engine, worker].append(arrival)
@@ -155,7 +160,7 @@ class _Replay:
                                 partial(self._collect, part))
             for rank in part.ranks:
                 self.gathers[rank].append(_Gather(gather, rank == part.sender))
-            self.shipments[part.sender].append(_Shipment(gather.done, sends))
+            self.shipments[part.sender].append(_Shipment(gather.done, [*sends.values()]))
 
     def _routes(self, outline: Outline) -> list[tuple[int, tuple[int, ...]]]:
         """(slice, workers that one transfer brings it to), within one engine."""
@@ -202,7 +207,10 @@ class _Replay:
     def _sending(self, shipments: list[_Shipment], slots: Slots) -> Process:
         for shipment in shipments:
             yield shipment.filled
-            yield from all_of([transfer.arrive() for transfer in shipment.transfers])
+            first, *others = shipment.engines
+            beside = [self.clock.start(transfers[0].name, _in_turn(transfers)) for transfers in others]
+            yield from _in_turn(first)
+            yield from all_of(beside)
             slots.give()
 
     def _receiving(self, arrivals: list[_Arrival], slots: Slots, received: list[Event]) -> Process:
