@@ -1,26 +1,29 @@
 """Times weight syncs from a trainer to one engine, and beside them, in the same run, what others do.
 
-    torchrun --nproc-per-node TP tools/bench_sync.py --python ENGINE_PYTHON --model DIR [--device cpu] ...
+    torchrun --nproc-per-node TP tools/bench_sync.py --python ENGINE_PYTHON --model DIR --strategy all [--device cpu] ...
 
 The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads). With GPUs the
 ranks have the first ones and the engine the next. A push is timed whole, from the status call to the engine's commit;
-the first one, which builds the link and verifies checksums, is not counted. Beside it:
+the first one, which builds the link and verifies checksums, is not counted. All ways take turns, round by round, so that
+what else the machine does disturbs all of them alike. Beside mrl's:
 
-    raw broadcast          the same bytes in messages of 1 GiB at most, into memory of the engine's workers; no loading
-    per tensor             every HF tensor by itself: a call of the engine, a broadcast, a call of its loader
-    per tensor, one call   the same, but the engine is called once for all of them
+    raw broadcast          the same bytes in messages of 1 GiB at most, into processes that do nothing else
+    per tensor             vLLM: every HF tensor by itself: a call of the engine, a broadcast, a call of its loader
+    per tensor, one call   vLLM: the same, but the engine is called once for all of them
+    vLLM nccl, nccl_m2n    on GPUs: vLLM's own weight transfer, from its own trainer's side (--vllm-transfer)
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Optional
+from typing import Callable, Mapping, Optional, Sequence
 
 import ray
 import torch
@@ -41,7 +44,7 @@ from mrl.stream.sync import WeightSync
 TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
 from make_quickstart import make_tokenizer  # noqa: E402
-from peers.trainer import HOST, PeerTrainer  # noqa: E402
+from peers.trainer import HOST, PerTensor, RawBroadcast  # noqa: E402
 
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "attention_dropout": 0.0,
           "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -54,6 +57,8 @@ SHAPES = {
                      "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
 RUN_ID = "bench-sync"
+STRATEGIES = ("broadcast", "multi_sender", "sharded")
+BF16_BYTES = 2
 
 
 @dataclass
@@ -72,7 +77,8 @@ class Figure:
 
     def stage(self, name: str) -> str:
         """The median of a stage, as text; empty where it is not known."""
-        return f"{median(stages[name] for stages in self.stages):.3f}" if name in self.stages[0] else ""
+        known = [stages[name] for stages in self.stages if name in stages]
+        return f"{median(known):.3f}" if known else ""
 
 
 class RandomWeights:
@@ -99,19 +105,24 @@ class RandomWeights:
 
 
 def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -> Experiment:
-    on_gpu = options.device == "cuda"
-    arguments = ["--enforce-eager", "--gpu-memory-utilization", "0.6"] if on_gpu else []
+    arguments = list(options.engine_arg)
+    if options.engine == "vllm":
+        arguments += ["--worker-extension-cls", "peers.worker.PeerReceiver"]
+        if options.device == "cuda":
+            arguments += ["--enforce-eager", "--gpu-memory-utilization", "0.6"]
+        if options.vllm_transfer:
+            arguments += ["--weight-transfer-config", json.dumps({"backend": options.vllm_transfer})]
     return Experiment.model_validate({
         "name": RUN_ID,
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 512},
         "batch": {"prompts_per_step": 1, "samples_per_prompt": 2},
         "trainer": {"parallel": {"tp": ranks}},
-        "rollout": {"python": options.python, "parallel": {"tp": options.engine_tp}, "host": HOST, "port": port,
-                    "max_concurrent_requests": 16, "sampling": {"max_response_tokens": 512},
-                    "start_timeout_s": options.start_timeout, "env": {"PYTHONPATH": str(TOOLS)},
-                    "args": [*arguments, *options.engine_arg, "--worker-extension-cls", "peers.worker.PeerReceiver"]},
-        "sync": {"bucket_mb": options.bucket_mb[0], "buffers": options.buffers, "transport": options.transport},
+        "rollout": {"engine": options.engine, "python": options.python, "parallel": {"tp": options.engine_tp},
+                    "host": HOST, "port": port, "max_concurrent_requests": 16, "args": arguments,
+                    "env": {"PYTHONPATH": str(TOOLS)}, "sampling": {"max_response_tokens": 512},
+                    "start_timeout_s": options.start_timeout},
+        "sync": {"buffers": options.buffers, "transport": options.transport},
         "loop": {"steps": 1},
         "cluster": {"device": options.device, "trainer_gpus": ranks, "rollout_gpus": options.engine_tp},
     })
@@ -120,18 +131,23 @@ def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="Python of an environment with the engine")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--model", type=Path, help="a Hugging Face model directory; only its config and tokenizer count")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a model's sizes, without --model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--strategy", choices=(*STRATEGIES, "auto", "all"), default="auto", help="sync.strategy")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[512], help="sync.bucket_mb, one after another")
     parser.add_argument("--buffers", type=int, default=2)
     parser.add_argument("--transport", choices=("auto", "nccl", "gloo"), default="auto")
     parser.add_argument("--engine-tp", type=int, default=1)
     parser.add_argument("--engine-arg", action="append", default=[], help="extra argument of the engine (repeat)")
+    parser.add_argument("--vllm-transfer", choices=("nccl", "nccl_m2n"), help="also time vLLM's own; GPUs only")
     parser.add_argument("--start-timeout", type=float, default=600)
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args()
+    if options.vllm_transfer and (options.engine, options.device) != ("vllm", "cuda"):
+        parser.error("--vllm-transfer needs --engine vllm and --device cuda")
 
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -147,51 +163,70 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     model = options.model or shape_only(folder / "model", options.shape)
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     trainer = RandomWeights(model, Layout(tp=ranks), rank, device)
+    nbytes = BF16_BYTES * sum(torch.Size(shape).numel() for shape in hf_tensors(trainer.spec).values())
     with reserve_port(HOST, 0, "rollout.port") as port:
         exp = experiment(options, model, ranks, port)
-    engines, peer = None, None
+    settings = [(strategy, size) for strategy in (STRATEGIES if options.strategy == "all" else (options.strategy,))
+                for size in options.bucket_mb]
+    engines, others, figures = None, {}, {}
     try:
         if rank == 0:
-            connect_ray("local", RUN_ID)
             gpus = range(ranks, ranks + options.engine_tp) if options.device == "cuda" else ()
+            connect_ray("local", RUN_ID)
             engines = [ray.remote(num_cpus=0, max_concurrency=100)(EngineServer).remote(
                 exp, 0, RUN_ID, folder, [str(gpu) for gpu in gpus])]
             ray.get(engines[0].start.remote())
-            peer = PeerTrainer(f"http://{HOST}:{port}", hf_tensors(trainer.spec), device, options.engine_tp)
+            receivers = [torch.device("cuda", gpu) for gpu in gpus] or [device] * options.engine_tp
+            others["raw broadcast"] = RawBroadcast(nbytes, device, receivers,
+                                                   len(settings) * (1 + options.rounds)).push
+            if options.engine == "vllm":
+                peer = PerTensor(f"http://{HOST}:{port}", hf_tensors(trainer.spec), device, options.engine_tp)
+                others |= {"per tensor": peer.push, "per tensor, one call": peer.push_in_one_call}
         dist.barrier()
-        figures = measure(options, exp, trainer, engines, peer)
+        figures = measure(options, exp, settings, trainer, engines, others)
+        if rank == 0 and options.vllm_transfer:
+            figures.append(vllm_transfer(options, folder, port, hf_tensors(trainer.spec)))
     finally:
         if engines:
             ray.get(engines[0].stop.remote())
             ray.shutdown()
     if rank == 0:
-        show(figures, peer.nbytes)
+        show(figures, nbytes)
         if options.out:
-            options.out.write_text(json.dumps({"bytes": peer.nbytes, "figures": [asdict(one) for one in figures]}))
+            options.out.write_text(json.dumps({"bytes": nbytes, "figures": [asdict(one) for one in figures]}))
 
 
-def measure(options: argparse.Namespace, exp: Experiment, trainer: RandomWeights, engines: Optional[list],
-            peer: Optional[PeerTrainer]) -> list[Figure]:
-    """All ways in turn, round by round, so that what else the machine does disturbs all of them alike."""
-    others = {"raw broadcast": PeerTrainer.raw, "per tensor": PeerTrainer.per_tensor,
-              "per tensor, one call": PeerTrainer.per_tensor_one_call}
+def measure(options: argparse.Namespace, exp: Experiment, settings: Sequence[tuple[str, float]],
+            trainer: RandomWeights, engines: Optional[list], others: Mapping[str, Callable[[], float]]) -> list[Figure]:
+    """mrl with all (strategy, bucket_mb) of `settings`, and the `others`, in turn."""
     figures = {name: Figure(name) for name in others}
-    for attempt, bucket_mb in enumerate(options.bucket_mb):
-        settings = exp.sync.model_copy(update={"bucket_mb": bucket_mb})
-        sync = WeightSync(exp.model_copy(update={"sync": settings}), trainer, engines, RUN_ID)
-        mine = figures.setdefault(f"mrl, {bucket_mb:g} MiB x {options.buffers}", Figure(f"mrl, {bucket_mb:g} MiB x "
-                                                                                       f"{options.buffers}"))
+    for attempt, (strategy, size) in enumerate(settings):
+        chosen = exp.sync.model_copy(update={"strategy": strategy, "bucket_mb": size})
+        sync = WeightSync(exp.model_copy(update={"sync": chosen}), trainer, engines, RUN_ID)
+        mine = Figure(f"mrl {sync.plan.strategy}, {size:g} MiB x {options.buffers}")
         for turn in range(1 + options.rounds):  # the first connects, and is not counted
-            for name, way in others.items() if peer else ():
-                figures[name].add(turn, way(peer))
+            for name, push in others.items():
+                figures[name].add(turn, push())
             dist.barrier()
             trainer.change()
             report = sync.push(Version(attempt, 1 + turn))
             if not report.ok:
                 raise SystemExit(f"push {turn} failed: {report.errors or report.absent}")
             mine.add(turn, report.seconds, {"gather": report.gather_s, "send": report.send_s, "load": report.load_s})
+        figures[str(attempt)] = mine
         sync.close()
     return list(figures.values())
+
+
+def vllm_transfer(options: argparse.Namespace, folder: Path, port: int, shapes: Mapping[str, Sequence[int]]) -> Figure:
+    """vLLM's own transfer, to the same engine, from a trainer in vLLM's Python on this rank's GPU."""
+    request = folder / "request.json"
+    request.write_text(json.dumps({"url": f"http://{HOST}:{port}", "backend": options.vllm_transfer,
+                                   "workers": options.engine_tp, "rounds": options.rounds, "shapes": shapes}))
+    torch.cuda.empty_cache()
+    answer = subprocess.run([options.python, "-m", "peers.vllm_transfer", str(request)], cwd=TOOLS, check=True,
+                            stdout=subprocess.PIPE, text=True)
+    return Figure(f"vLLM {options.vllm_transfer}", json.loads(answer.stdout.splitlines()[-1]))
 
 
 def shape_only(folder: Path, shape: str) -> Path:

@@ -6,12 +6,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=300)
+TIMEOUT = timedelta(seconds=600)
 
 
-def join_group(backend: str, host: str, port: int, rank: int, world_size: int) -> dist.ProcessGroup:
+def join_group(name: str, backend: str, host: str, port: int, rank: int, world_size: int) -> dist.ProcessGroup:
     """A process group beside torch's default one: the trainer, which serves a store at host:port, is rank 0."""
-    store = dist.PrefixStore("peers", dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
+    store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
     if backend == "nccl":
         return dist.ProcessGroupNCCL(store, rank, world_size)
     return dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)

@@ -1,4 +1,4 @@
-"""Inside the engine: mrl's worker extension, and beside it the ways of others to take weights."""
+"""Inside vLLM: mrl's worker extension, and beside it the way of others to take weights."""
 from __future__ import annotations
 
 import json
@@ -11,23 +11,11 @@ from .group import finish, join_group
 
 
 class PeerReceiver(WeightReceiver):
-    """Arguments are JSON. The trainer's side of each method is in `trainer.py`."""
+    """Arguments are JSON. The trainer's side is `trainer.PerTensor`."""
 
     def peer_join(self, meeting: str) -> dict[str, Any]:
         """Meet the trainer: `join_group`'s arguments less the rank."""
         self._peer_group = join_group(rank=1 + self.rank, **json.loads(meeting))
-        return {}
-
-    def peer_raw(self, sizes: str) -> dict[str, Any]:
-        """Receive messages of so many bytes, and do nothing with them."""
-        device = next(self.model_runner.model.parameters()).device
-        sizes = json.loads(sizes)
-        flat = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-        self._peer_group.barrier().wait()
-        for size in sizes:
-            self._peer_group.broadcast([flat[:size]]).wait()
-        finish(device)
-        self._peer_group.barrier().wait()
         return {}
 
     def peer_load(self, tensors: str) -> dict[str, Any]:
