@@ -34,10 +34,12 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
     "rope_theta": 1e6, "max_position_embeddings": 40960,
 }
-# The table of Qwen3-MoE with the sizes of a DeepSeek-V3: experts on all of its 61 layers, no compressed attention.
-_LIKE_DEEPSEEK_V3 = {
-    **_QWEN3_MOE, "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_attention_heads": 64, "num_key_value_heads": 16,
+_DEEPSEEK_V3 = {
+    **_COMMON, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 61,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-7b": {
@@ -53,8 +55,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_QWEN3_MOE, "num_hidden_layers": 94, "hidden_size": 4096, "intermediate_size": 12288,
         "moe_intermediate_size": 1536, "num_attention_heads": 64,
     },
-    "deepseek-v3": {**_LIKE_DEEPSEEK_V3, "num_experts": 256, "vocab_size": 129280},  # 671B
-    "kimi-k2": {**_LIKE_DEEPSEEK_V3, "num_experts": 384, "vocab_size": 163840},  # 1T
+    "deepseek-v3": {  # 671B
+        **_DEEPSEEK_V3, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "vocab_size": 129280,
+        "rope_theta": 10000,
+    },
+    "kimi-k2": {  # 1T
+        **_DEEPSEEK_V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+        "vocab_size": 163840, "rope_theta": 50000,
+    },
 }
 
 

@@ -36,7 +36,7 @@ def test_a_trillion_parameters_in_fp8_take_at_most_1_15_times_the_receive_bound(
     result = results(capsys, "kimi-k2", "--dtype", "float8_e4m3fn", *FROM_256_GPUS, *engines, "--strategy",
                      "sharded")["sharded"]
     assert (result["trainer_gpus"], result["engine_gpus"]) == (256, 128)
-    assert result["receive_bound_s"] == pytest.approx(1.03e12 / workers / 50e9, rel=0.02)
+    assert result["receive_bound_s"] == pytest.approx(1.026e12 / workers / 50e9, rel=0.02)
     assert result["seconds"] <= 1.15 * result["receive_bound_s"]
 
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_planned_is_said_in_one_line(tmp_path):
 
 
 def test_every_preset_has_as_many_parameters_as_its_name_says():
-    billions = {"qwen2.5-7b": 7.6, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "deepseek-v3": 671, "kimi-k2": 1026}
+    billions = {"qwen2.5-7b": 7.6, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "deepseek-v3": 671, "kimi-k2": 1026.4}
     for name, config in PRESETS.items():
         parameters = sum(prod(shape) for shape in hf_tensors(model_spec(config)).values())
-        assert parameters == pytest.approx(1e9 * billions[name], rel=0.05)
+        assert parameters == pytest.approx(1e9 * billions[name], rel=0.003)
