@@ -1,11 +1,11 @@
 """Times weight syncs from a trainer to one engine, and beside them, in the same run, what others do.
 
-    torchrun --nproc-per-node TP tools/bench_sync.py --python ENGINE_PYTHON --model DIR --strategy all [--device cpu] ...
+    torchrun --nproc-per-node TP tools/bench_sync.py --python ENGINE_PYTHON --model DIR [--strategy all] …
 
 The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads). With GPUs the
-ranks have the first ones and the engine the next. A push is timed whole, from the status call to the engine's commit;
-the first one, which builds the link and verifies checksums, is not counted. All ways take turns, round by round, so that
-what else the machine does disturbs all of them alike. Beside mrl's:
+ranks have the first ones and the engine the next; with cuda_ipc both have the same, and mrl alone is timed. A push is timed whole, from the status call to the engine's commit;
+the first one, which builds the link and verifies checksums, is not counted. All ways take turns, round by round, so
+that what else the machine does disturbs all of them alike. Beside mrl's:
 
     raw broadcast          the same bytes in messages of 1 GiB at most, into processes that do nothing else
     per tensor             vLLM: every HF tensor by itself: a call of the engine, a broadcast, a call of its loader
@@ -104,6 +104,11 @@ class RandomWeights:
             torch.cuda.synchronize()
 
 
+def colocated(options: argparse.Namespace) -> bool:
+    """Whether trainer and engine share GPUs, as only CUDA IPC can serve; NCCL refuses two ranks on one."""
+    return options.transport == "cuda_ipc"
+
+
 def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -> Experiment:
     arguments = list(options.engine_arg)
     if options.engine == "vllm":
@@ -122,9 +127,10 @@ def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -
                     "host": HOST, "port": port, "max_concurrent_requests": 16, "args": arguments,
                     "env": {"PYTHONPATH": str(TOOLS)}, "sampling": {"max_response_tokens": 64},
                     "start_timeout_s": options.start_timeout},
-        "sync": {"buffers": options.buffers, "transport": options.transport},
-        "loop": {"steps": 1},
-        "cluster": {"device": options.device, "trainer_gpus": ranks, "rollout_gpus": options.engine_tp},
+        "sync": {"buffers": options.buffers, "transport": options.transport, "verify_every": int(options.verify)},
+        "loop": {"steps": 1, "mode": "colocated_sync" if colocated(options) else "one_step_overlap"},
+        "cluster": {"device": options.device, **({"gpus": ranks} if colocated(options) else {
+            "trainer_gpus": ranks, "rollout_gpus": options.engine_tp})},
     })
 
 
@@ -132,22 +138,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="Python of an environment with the engine")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--model", type=Path, help="a Hugging Face model directory; only its config and tokenizer count")
+    parser.add_argument("--model", type=Path, help="a Hugging Face model directory; its weights are not read")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a model's sizes, without --model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--strategy", choices=(*STRATEGIES, "auto", "all"), default="auto", help="sync.strategy")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[512], help="sync.bucket_mb, one after another")
     parser.add_argument("--buffers", type=int, default=2)
-    parser.add_argument("--transport", choices=("auto", "nccl", "gloo"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "nccl", "gloo", "cuda_ipc"), default="auto")
     parser.add_argument("--engine-tp", type=int, default=1)
     parser.add_argument("--engine-arg", action="append", default=[], help="extra argument of the engine (repeat)")
+    parser.add_argument("--verify", action="store_true", help="compare checksums in every push")
     parser.add_argument("--vllm-transfer", choices=("nccl", "nccl_m2n"), help="also time vLLM's own; GPUs only")
     parser.add_argument("--start-timeout", type=float, default=600)
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args()
-    if options.vllm_transfer and (options.engine, options.device) != ("vllm", "cuda"):
-        parser.error("--vllm-transfer needs --engine vllm and --device cuda")
+    if options.vllm_transfer and ((options.engine, options.device) != ("vllm", "cuda") or colocated(options)):
+        parser.error("--vllm-transfer needs --engine vllm and GPUs of its own")
 
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -171,15 +178,17 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     engines, others, figures = None, {}, {}
     try:
         if rank == 0:
-            gpus = range(ranks, ranks + options.engine_tp) if options.device == "cuda" else ()
+            first = 0 if colocated(options) else ranks
+            gpus = range(first, first + options.engine_tp) if options.device == "cuda" else ()
             connect_ray("local", RUN_ID)
             engines = [ray.remote(num_cpus=0, max_concurrency=100)(EngineServer).remote(
                 exp, 0, RUN_ID, folder, [str(gpu) for gpu in gpus])]
             ray.get(engines[0].start.remote())
-            receivers = [torch.device("cuda", gpu) for gpu in gpus] or [device] * options.engine_tp
-            others["raw broadcast"] = RawBroadcast(nbytes, device, receivers,
-                                                   len(settings) * (1 + options.rounds)).push
-            if options.engine == "vllm":
+            if not colocated(options):
+                receivers = [torch.device("cuda", gpu) for gpu in gpus] or [device] * options.engine_tp
+                rounds = len(settings) * (1 + options.rounds)
+                others["raw broadcast"] = RawBroadcast(nbytes, device, receivers, rounds).push
+            if options.engine == "vllm" and not colocated(options):
                 peer = PerTensor(f"http://{HOST}:{port}", hf_tensors(trainer.spec), device, options.engine_tp)
                 others |= {"per tensor": peer.push, "per tensor, one call": peer.push_in_one_call}
         dist.barrier()
@@ -238,14 +247,14 @@ def shape_only(folder: Path, shape: str) -> Path:
 
 
 def show(figures: list[Figure], nbytes: int) -> None:
-    """One row a way to sync; the first figure is the raw broadcast."""
+    """One row a way to sync, beside the first of them: the raw broadcast, where it was timed."""
     table = Table(title=f"{nbytes / 1e9:.3f} GB, medians")
-    for heading in ("way", "seconds", "GB/s", "x raw", "gather", "send", "load", "slowest"):
+    for heading in ("way", "seconds", "GB/s", "x first", "gather", "send", "load", "slowest"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
-    raw = median(figures[0].seconds)
+    first = median(figures[0].seconds)
     for figure in figures:
         middle = median(figure.seconds)
-        table.add_row(figure.name, f"{middle:.3f}", f"{nbytes / 1e9 / middle:.2f}", f"{middle / raw:.2f}",
+        table.add_row(figure.name, f"{middle:.3f}", f"{nbytes / 1e9 / middle:.2f}", f"{middle / first:.2f}",
                       *(figure.stage(name) for name in ("gather", "send", "load")), f"{max(figure.seconds):.3f}")
     Console().print(table)
 

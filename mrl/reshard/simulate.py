@@ -3,8 +3,9 @@
 What is simulated is what `mrl/stream` and `mrl/receiver` do: every rank gathers its slices in plan order into a ring of
 `buffers` slots; a sender sends one slice at a time, to the workers of an engine in turn and to several engines at once,
 and frees its slot when all have it; a worker receives one bucket at a time, in plan order, into a ring of its own, and
-joins and copies it while it receives the next. A transfer begins when both of its ends have come to it. Wires carry what the network says, shared equally; a message costs its latency
-besides; copies go at the memory's speed, and a worker is taken to copy all of a bucket. Nothing else costs time.
+joins and copies it while it receives the next. A transfer begins when both of its ends have come to it. Wires carry
+what the network says, shared equally; a message costs its latency besides; copies go at the memory's speed, and a
+worker is taken to copy all of a bucket. Nothing else costs time.
 """
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def _in_turn(transfers: Sequence[Rendezvous]) -> Process:
 
 
 class _Replay:
-    """The processes of one replay: a rank gathers and, where it is a sender, ships; a worker receives, joins, copies."""
+    """The processes of one replay: a rank gathers and, as a sender, sends; a worker receives, joins and copies."""
 
     def __init__(self, engines: EngineLayout, network: Network, buffers: int, memory_gb_s: float):
         self.engines, self.network, self.buffers = engines, network, buffers
