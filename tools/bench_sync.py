@@ -4,9 +4,9 @@
 
 The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads). With GPUs the
 ranks have the first ones and the engine the next; with cuda_ipc both have the same, and mrl alone is timed. A push is
-timed whole, from the status call to the engine's commit; the first one, which builds the link and verifies checksums, is
-not counted. All ways take turns, round by round, so that what else the machine does disturbs all of them alike. Beside
-mrl's:
+timed whole, from the status call to the engine's commit; the first one, which builds the link and verifies checksums,
+is not counted. All ways take turns, round by round, so that what else the machine does disturbs all of them alike.
+Beside mrl's:
 
     raw broadcast          the same bytes in messages of 1 GiB at most, into processes that do nothing else
     per tensor             vLLM: every HF tensor by itself: a call of the engine, a broadcast, a call of its loader
