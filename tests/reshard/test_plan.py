@@ -97,7 +97,8 @@ def test_experts_are_sent_from_their_own_ranks():
     for bucket in (plan.bucket(index) for index in range(len(plan.outline))):
         (one,) = bucket.slices
         for part in one.parts:
-            senders.setdefault((one.sender, one.ranks), set()).add(part.name.partition(".experts.")[2].partition(".")[0])
+            expert = part.name.partition(".experts.")[2].partition(".")[0]
+            senders.setdefault((one.sender, one.ranks), set()).add(expert)
     assert senders == {(0, (0, 1)): {"", "0", "1"}, (2, (2, 3)): {"2", "3"}, (4, (4, 5)): {"4", "5"},
                        (6, (6, 7)): {"6", "7"}}
 
@@ -133,7 +134,8 @@ def test_a_shard_goes_from_its_rank_to_its_worker():
     }
     rest = {part.name for bucket in plan.of_engine(0) if bucket.mode == "slices"
             for one in bucket.slices for part in one.parts}
-    assert rest == {name for name in hf_tensors(spec_of("qwen2")) if "norm" in name or "embed" in name or "head" in name}
+    whole = ("norm", "embed", "head")
+    assert rest == {name for name in hf_tensors(spec_of("qwen2")) if any(word in name for word in whole)}
     assert plan.bytes_by_worker[2] < plan.total_bytes / 2
 
 
@@ -169,9 +171,9 @@ def test_whole_tensors_are_kept_together_in_broadcasts():
 def test_senders_carry_equal_shares(strategy, replicas, engines):
     """Of all ranks: tp 4, and as many replicas of experts as of the rest."""
     layout = Layout(tp=4, dp=4 * replicas, ep=4, etp=4)
-    plan = plan_sync(model_spec({**hf_config("qwen3-moe"), "num_hidden_layers": 12, "num_attention_heads": 8,
-                                 "num_key_value_heads": 8, "moe_intermediate_size": 112}),
-                     layout, EngineLayout(count=engines, tp=4), options(strategy, bucket_bytes=10_000, smallest_bytes=1))
+    spec = model_spec({**hf_config("qwen3-moe"), "num_hidden_layers": 12, "num_attention_heads": 8,
+                       "num_key_value_heads": 8, "moe_intermediate_size": 112})
+    plan = plan_sync(spec, layout, EngineLayout(count=engines, tp=4), options(strategy, 10_000, smallest_bytes=1))
     sent = [plan.bytes_by_sender.get(rank, 0) for rank in range(layout.world)]
     assert max(sent) <= 1.35 * sum(sent) / len(sent), sent
 
@@ -180,7 +182,8 @@ def test_senders_carry_equal_shares(strategy, replicas, engines):
 def test_neighbouring_buckets_have_other_senders_and_workers(strategy):
     engines = EngineLayout(count=2, tp=4, gpus_per_node=2)
     plan = plan_sync(spec_of("qwen3-moe"), Layout(tp=2, dp=8, ep=4), engines, options(strategy, bucket_bytes=4_000))
-    busy = [({one.sender for one in brief.slices if one.nbytes}, {(brief.engines, brief.worker)}) for brief in plan.outline]
+    busy = [({one.sender for one in brief.slices if one.nbytes}, {(brief.engines, brief.worker)})
+            for brief in plan.outline]
     apart = [not a[0] & b[0] and not a[1] & b[1] for a, b in zip(busy, busy[1:])]
     assert sum(apart) > 0.8 * len(apart)
 
@@ -290,8 +293,8 @@ print(json.dumps([seconds, time.process_time() - start, resource.getrusage(resou
 ], ids=["deepseek-v3", "1t-engines-of-32", "1t-engines-of-8"])
 def test_four_thousand_ranks_are_planned_in_seconds(config, engines, strategy):
     """To 1,024 engine workers. On an idle core a plan takes 0.5 to 1.2 s and 0.1 GiB."""
-    run = subprocess.run([sys.executable, "-c", SCALE, json.dumps([config, strategy, engines])], check=True, timeout=300,
-                         capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", SCALE, json.dumps([config, strategy, engines])], check=True,
+                         timeout=300, capture_output=True, text=True)
     planned, with_buckets, gib, total_bytes, buckets, sent = json.loads(run.stdout)
     assert planned < 20 and with_buckets < 40 and gib < 0.5
     assert total_bytes > (2e12 if config is MOE_1T else 1.3e12)
