@@ -28,7 +28,6 @@ class Connections:
             self.all.append(transport)
             return transport
 
-        self.senders, self.node = plan.senders, plan.node
         self.place = worker % plan.node
         self.all: list[Transport] = []
         with ExitStack() as unfinished:
