@@ -194,7 +194,7 @@ class SyncPlan:
 
     def to_wire(self, engine: int) -> dict[str, Any]:
         """What the receivers of one engine need, as plain JSON types, in the form that `mrl_receiver/wire.py` reads."""
-        return to_wire(self.of_engine(engine), self.senders(engine), self.engine_layout.world, self.engine_layout.node)
+        return to_wire(self.schedule, engine)
 
 
 def plan_sync(
