@@ -20,7 +20,9 @@ def test_verified_syncs_in_a_row(bench_tp2, pushing_tp2):
         report = sync.push(Version(0, step))
         assert report.errors == {0: None} and report.verified is verified and report.unverified == ()
         assert bench_tp2.log_prob_error(tensors) < 1e-4
-    assert sync.plan.options.not_sharded == frozenset(), "the engine's layout is not the one that is planned for"
+    # SGLang on a CPU gives the workers shares of an MLP in multiples of 64 rows: no even cut of 80, so they go whole.
+    uneven = {name for name in tensors if bench_tp2.experiment.rollout.engine == "sglang" and ".mlp." in name}
+    assert sync.plan.options.not_sharded == (uneven if sync.plan.options.strategy == "sharded" else frozenset())
 
     # One worker whose link is gone spoils the sync for both, and the next push heals both.
     sync.links.close()
