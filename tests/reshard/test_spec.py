@@ -186,8 +186,10 @@ def test_config_file_errors(tmp_path):
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys; from mrl.reshard import Layout, model_spec, plan_sync\n"
-        f"plan_sync(model_spec({hf_config('llama')!r}), Layout(tp=2), 1000, 'bfloat16', True)\n"
+        "import sys; from mrl.reshard import EngineLayout, Layout, SyncOptions, model_spec, plan_sync\n"
+        f"plan = plan_sync(model_spec({hf_config('llama')!r}), Layout(tp=2), EngineLayout(tp=2),\n"
+        "                 SyncOptions(1000, 'bfloat16', True))\n"
+        "plan.bucket(0), plan.to_wire(0)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
