@@ -27,9 +27,11 @@ class RecordingTransport:
 
     def __init__(self, delay_s: float = 0.0, fail_at: int = -1):
         self.delay_s, self.fail_at, self.received, self.closed = delay_s, fail_at, [], False
+        self.under_way = 0
 
     def broadcast(self, flat, deadline, label):
         transport = self
+        transport.under_way += 1
 
         class Pending:
             def wait(self, deadline):
@@ -37,8 +39,12 @@ class RecordingTransport:
                     raise LinkError("cut")
                 time.sleep(transport.delay_s)
                 transport.received.append((flat.clone(), label))
+                transport.under_way -= 1
 
         return Pending()
+
+    def send(self, flat, peer, deadline, label):
+        return self.broadcast(flat, deadline, label)
 
     def close(self):
         self.closed = True
@@ -50,14 +56,15 @@ def target(engine: int, verify: bool = True, connect: bool = False) -> Target:
 
 
 class Sender:
-    """The one rank of a gang that broadcasts to engines 0 … ENGINES-1; `transports` are its open links, by engine."""
+    """The one rank of a gang that sends to engines 0 … ENGINES-1; `transports` are its open links, by engine."""
 
-    def __init__(self, model, targets: list[Target], transports: dict[int, RecordingTransport]):
+    def __init__(self, model, targets: list[Target], transports: dict[int, RecordingTransport],
+                 strategy: str = "broadcast"):
         self.targets = targets
         self.trainer = FakeTrainer(model, Layout(), Layout().coord(0))
         self.trainer.become(weights(model, 1))
         self.plan = plan_sync(model_spec(read_config(model)), Layout(), EngineLayout(count=ENGINES),
-                              SyncOptions(60_000, "float32", te=False, strategy="broadcast"))
+                              SyncOptions(60_000, "float32", te=False, strategy=strategy))
         assert len(self.plan.outline) > 4
         self.gatherer = Gatherer(self.plan, 0, self.trainer.params, frozenset(one.request.engine for one in targets),
                                  buffers=2)
@@ -66,7 +73,7 @@ class Sender:
             if one.request.engine in transports:
                 store.set(ready_key(one.request, 0), "1")
         self.links = Links(0, store, torch.device("cpu"), {
-            engine: Link(1, broadcasts=transport) for engine, transport in transports.items()})
+            engine: Link(1, transport, transport) for engine, transport in transports.items()})
 
     def stream(self, timeout_s: float = 10.0):
         return stream(self.gatherer, self.links, seats(self.plan, 0), self.targets, timeout_s)
@@ -92,6 +99,24 @@ def test_every_link_gets_every_bucket_and_the_checksums_however_slow_it_is(model
         sums = json.loads(sender.links.store.get(sums_key(one.request, 0)))
         assert sums == {"direct": {}, "shared": {name: checksum(tensor, whole(tuple(tensor.shape)))
                                                  for name, tensor in expected.items()}}
+
+
+def test_engines_that_get_buckets_of_their_own_get_them_one_engine_at_a_time(model, monkeypatch):
+    transports = {engine: RecordingTransport() for engine in range(ENGINES)}
+    sender = Sender(model, [target(engine) for engine in transports], transports, "multi_sender")
+    start, busy = Links.start, []
+
+    def watched(links, *arguments):
+        transfers = start(links, *arguments)
+        busy.append({engine: one.under_way for engine, one in transports.items() if one.under_way})
+        return transfers
+
+    monkeypatch.setattr(Links, "start", watched)
+    assert sender.stream().errors == {}
+    assert all(len(engines) == 1 for engines in busy) and {engine for engines in busy for engine in engines} == {0, 1, 2}
+    for transport in transports.values():
+        got = received_tensors(transport)
+        assert all(torch.equal(got[name], tensor) for name, tensor in weights(model, 1).items())
 
 
 def test_checksums_are_left_only_for_engines_that_verify(model):
