@@ -53,13 +53,13 @@ def tied_twice() -> dict:
 
 
 def values_of(wire: dict, step: int, before: dict | None = None) -> dict[str, torch.Tensor]:
-    """New tensors, or those before with one element in eight changed."""
+    """New tensors, or those before with one element in eight changed, in each at other places."""
     dtype = getattr(torch, wire["buckets"][0]["dtype"])
     new = {name: tensor.to(dtype) for name, tensor in {**tensors(step), "head": torch.randn(4, 3)}.items()}
     if before is None:
         return new
-    return {name: torch.where((torch.arange(old.numel()) % 8 == step).view(old.shape), new[name], old)
-            for name, old in before.items()}
+    return {name: torch.where(((torch.arange(old.numel()) + number) % 8 == step).view(old.shape), new[name], old)
+            for number, (name, old) in enumerate(before.items())}
 
 
 @pytest.mark.parametrize("make_model, wire", [(ToyMoe, mixed_plan()), (ToyMoe, wire_in("bfloat16")),
