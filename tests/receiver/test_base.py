@@ -53,12 +53,12 @@ def tied_twice() -> dict:
 
 
 def values_of(wire: dict, step: int, before: dict | None = None) -> dict[str, torch.Tensor]:
-    """New tensors, or those before with one element in eight changed, in each at other places."""
+    """New tensors, or those before with one element in seven changed, in each at other places."""
     dtype = getattr(torch, wire["buckets"][0]["dtype"])
     new = {name: tensor.to(dtype) for name, tensor in {**tensors(step), "head": torch.randn(4, 3)}.items()}
     if before is None:
         return new
-    return {name: torch.where(((torch.arange(old.numel()) + number) % 8 == step).view(old.shape), new[name], old)
+    return {name: torch.where(((torch.arange(old.numel()) + number) % 7 == step).view(old.shape), new[name], old)
             for number, (name, old) in enumerate(before.items())}
 
 
