@@ -146,8 +146,8 @@ def _broken(gaps: torch.Tensor, limit: int) -> torch.Tensor:
 
 def _indices(gaps: torch.Tensor) -> torch.Tensor:
     """Indices of the elements, from the distances between them as they travel."""
-    distances = gaps.to(torch.int64) & (_limit(gaps.dtype) - 1)  # read as unsigned
-    return (distances + 1).cumsum(0) - 1
+    distances = gaps.to(torch.int64).bitwise_and_(_limit(gaps.dtype) - 1)  # read as unsigned
+    return distances.add_(1).cumsum_(0).sub_(1)
 
 
 def _write_bits(mask: torch.Tensor, bits: torch.Tensor) -> None:
