@@ -1,7 +1,7 @@
 """The slices that a sender sent last, and the messages that say what has changed in them since.
 
-A delta is only for engines that hold what the slice was when it was last sent. Which push an engine holds is told by its
-request, and which one a slice was last sent in is noted with it: only if the two are the same push for every engine
+A delta is only for engines that hold what the slice was when it was last sent. Which push an engine holds is told by
+its request, and which one a slice was last sent in is noted with it: only if the two are the same push for every engine
 that the slice goes to now, the message is a delta. Otherwise all of them get it whole.
 """
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Sent:
 class Bases:
     """One sender's, as long as its plan lasts. Takes as much memory as all slices that it sends, where they are.
 
-    slots: of the ring that slices are filled in; a slot's header is written again when the slot is.
+    slots: of the ring that slices are filled in; a slot's header is written again when the slot is. sent: by slice,
+    what it was when it was last sent, and in which push.
     """
 
     def __init__(self, slots: int, device: torch.device):

@@ -24,8 +24,9 @@ from mrl.stream.links import Workers
 class Share:
     """What one rank does for one slice.
 
-    key: which slice of which bucket of the plan. engines: whom the slice is for, and `workers` which workers of each. messages: packed pieces that this rank sends
-    or, as the slice's sender, receives. flat: the finished slice in its slot of the ring, on the sender alone.
+    key: which slice of which bucket of the plan. engines: whom the slice is for, and `workers` which workers of each.
+    messages: packed pieces that this rank sends or, as the slice's sender, receives. flat: the finished slice in its
+    slot of the ring, on the sender alone.
     """
 
     key: tuple[int, int]

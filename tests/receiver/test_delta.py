@@ -1,4 +1,4 @@
-"""Packed changes: whatever has changed, and whatever bits it has, comes out as it was; and nothing larger than a slice."""
+"""Packed changes: whatever has changed, and whatever bits it has, comes out as it was and takes less than the slice."""
 import hypothesis.strategies as st
 import pytest
 import torch

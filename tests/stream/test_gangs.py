@@ -59,4 +59,5 @@ def test_experts_whose_layout_is_not_that_of_the_rest(tmp_path):
 @pytest.mark.slow
 def test_changes_alone(tmp_path, model):
     cases = [["dense", *DENSE[1]], ["dense", *DENSE[3]], ["experts", *EXPERTS[2]]]
-    check(run(tmp_path, {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}, cases, delta=True), cases)
+    models = {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}
+    check(run(tmp_path, models, cases, delta=True), cases)

@@ -8,8 +8,8 @@ there, in order:
                      is too long for its bytes is broken by elements that have not changed
     BITMAP           one bit an element, lowest first
 
-Elements are compared as integers of their size, so that any NaN and both zeros keep their bits. Everything here is a few
-vectorised calls a slice, on the device where the slice lies.
+Elements are compared as integers of their size, so that any NaN and both zeros keep their bits. All work is a few calls
+a slice, on the device where the slice lies.
 """
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Header(NamedTuple):
         kinds = {WHOLE: numel * itemsize, **{kind: _payload(kind, header.entries, numel, itemsize)
                                              for kind in (*_GAPS, BITMAP)}}
         if kinds.get(header.kind) != header.nbytes or not 0 <= header.entries <= numel or header.nbytes > kinds[WHOLE]:
-            raise ValueError(f"a message with header {tuple(header)} is no slice of {numel} elements of {itemsize} bytes")
+            raise ValueError(f"a message with header {tuple(header)} is no slice of {numel} elements of {itemsize} "
+                             "bytes")
         return header
 
 
