@@ -16,7 +16,7 @@ from mrl.stream.gather import Share
 
 
 @dataclass
-class _Sent:
+class _Last:
     push: int
     flat: torch.Tensor
 
@@ -30,7 +30,7 @@ class Bases:
 
     def __init__(self, slots: int, device: torch.device):
         self.headers = [torch.empty(HEADER, dtype=torch.int64, device=device) for _ in range(slots)]
-        self.sent: dict[tuple[int, int], _Sent] = {}
+        self.sent: dict[tuple[int, int], _Last] = {}
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class Bases:
             before.flat.copy_(share.flat)
             before.push = push
         else:
-            self.sent[share.key] = _Sent(push, share.flat.clone())
+            self.sent[share.key] = _Last(push, share.flat.clone())
         header, payload = whole(share.flat), share.flat
         if delta is not None:
             header, payload = delta[0], share.flat.view(torch.uint8)[:delta[0].nbytes].copy_(delta[1])
