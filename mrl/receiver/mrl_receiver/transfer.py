@@ -48,12 +48,13 @@ class Connections:
 
     def arrive(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
         """Receive what comes from a sender into its place in `flat`. LinkError."""
-        one = bucket.slices[self._position(bucket)]
-        mine = flat[self._position(bucket) * bucket.slice_numel:][:one.numel].view(torch.uint8)
+        place = self.place if bucket.mode == "slices" else 0
+        one = bucket.slices[place]
+        mine = flat[place * bucket.slice_numel:][:one.numel]
         if self.headers is not None:
             header = self._header(bucket, one, deadline) if one.numel else whole(mine)
             self.headers[bucket.index] = [header]
-            mine = mine[:header.nbytes]
+            mine = mine.view(torch.uint8)[:header.nbytes]
         if mine.numel():
             self._receive(bucket, one, mine, deadline)
 
@@ -70,10 +71,6 @@ class Connections:
         """Give up; the peers' ends fail too."""
         for transport in self.all:
             transport.close()
-
-    def _position(self, bucket: Bucket) -> int:
-        """Which of the bucket's slices comes from a sender to this worker."""
-        return self.place if bucket.mode == "slices" else 0
 
     def _receive(self, bucket: Bucket, one: Slice, into: torch.Tensor, deadline: float) -> None:
         if bucket.mode == "broadcast":
@@ -103,7 +100,7 @@ class Connections:
             gathered[self.place] = places[self.place, :longest]
             self.neighbours.all_gather(gathered.view(-1), deadline).wait(deadline)
             places[:, :longest] = gathered
-            finish_stream(self.device)  # another thread reads it
+            finish_stream(self.device)  # another thread will read them
 
 
 def _read_header(numbers: torch.Tensor, bucket: Bucket, one: Slice) -> Header:
