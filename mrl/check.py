@@ -4,6 +4,7 @@ No GPU, engine, torchrun or torch is needed. `resolve_plan` computes, `show_plan
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -93,7 +94,8 @@ def _sync_bytes(plan: Plan, rank: int) -> int:
     sent = max((one.nbytes for one in slices if one.sender == rank), default=0)
     gathered = max((one.nbytes for one in slices if one.sender == rank and len(one.ranks) > 1), default=0)
     packed = max((one.nbytes for one in slices if one.sender != rank), default=0)
-    return plan.exp.sync.buffers * sent + gathered + packed
+    kept = sum(one.nbytes for one in slices if one.sender == rank) if plan.exp.sync.delta else 0
+    return plan.exp.sync.buffers * sent + gathered + packed + kept
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -256,12 +258,23 @@ def _sync_rows(plan: Plan) -> Rows:
                     f"{_size(sync.max_bucket_bytes)}"),
         ("bytes sent", f"{_size(sum(sent.values()))} by {len(sent)} of {plan.layout.world} rank(s), the busiest "
                        f"{_size(max(sent.values()))}"),
+        *([("kept for sync.delta", f"what a rank sends, on the busiest {_size(_busiest_kept(sync))}")]
+          if plan.exp.sync.delta else []),
         ("bytes an engine worker receives", _size(max(received))),
         ("receive buffers a worker", f"{plan.exp.sync.buffers} × {_size(sync.max_bucket_bytes)}"),
         ("lower bound", f"{sync.lower_bound_s:.3g} s with {cluster.nic_gb_s:g} GB/s a GPU between machines and "
                         f"{cluster.nvlink_gb_s:g} GB/s inside"),
         ("transport", plan.exp.sync.transport),
     ]
+
+
+def _busiest_kept(sync: SyncPlan) -> int:
+    """Bytes of all slices of the rank that sends most; a slice counts once, to however many engines it goes."""
+    kept: Counter[int] = Counter()
+    for bucket in sync.outline:
+        for one in bucket.slices:
+            kept[one.sender] += one.nbytes
+    return max(kept.values())
 
 
 def _size(count: float) -> str:

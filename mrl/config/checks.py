@@ -226,6 +226,9 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
         yield Problem("sync.transport", "cuda_ipc", "gloo or nccl: cuda_ipc copies within one GPU, and trainers and "
                       f"engines share none with cluster.device {device} and loop.mode {exp.loop.mode}",
                       "use auto, or loop.mode: colocated_sync on cuda")
+    if exp.sync.delta and transport == "disk":
+        yield Problem("sync.delta", "true", "false: with sync.transport disk, files hold whole tensors",
+                      "set sync.delta: false, or another transport")
     if exp.sync.disk_dir is not None and transport != "disk":
         yield Problem("sync.disk_dir", exp.sync.disk_dir, f"null: sync.transport {transport} writes no files",
                       "remove sync.disk_dir, or set sync.transport: disk")

@@ -170,6 +170,8 @@ class Sync(Section):
                                     "with room for the model; null: the run directory")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
     buffers: Annotated[int, Field(ge=2)] = Field(2, description="buckets in memory at once, on each side")
+    delta: bool = Field(False, description="send only what has changed since the last sync; each sending rank keeps "
+                        "what it sent last")
     verify_every: NonNegativeInt = Field(
         0, description="compare checksums at the first sync and every N-th; 0: the first only")
     timeout_s: PositiveFloat = Field(300.0, description="deadline of one whole sync, both ends")

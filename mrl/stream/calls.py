@@ -25,11 +25,13 @@ MARGIN_S = 30.0
 
 @dataclass
 class _Known:
-    """What rank 0 remembers of an engine: the link that works, the incarnation it belongs to, and its syncs."""
+    """What rank 0 remembers of an engine: the link that works, the incarnation it belongs to, and its syncs; with the
+    link, the number of the last push over it, which went well."""
 
     link: Optional[str] = None
     incarnation: int = 0
     syncs: int = 0
+    held: Optional[int] = None
 
 
 @dataclass
@@ -57,6 +59,7 @@ class EngineCalls:
         self.host, self.port = host, store.port
         self.signals = dist.TCPStore(host, store.port, is_master=False)
         self.known = [_Known() for _ in engines]
+        self.first_syncs = 2 if settings.delta else 1  # are verified: the first whole one, and the first of changes
         self.name = uuid.uuid4().hex[:8]  # an engine must not take the links of a restarted gang for its old ones
 
     def begin(self, number: int, version: Version, engines: Optional[Iterable[int]], plan: SyncPlan,
@@ -92,6 +95,7 @@ class EngineCalls:
                 push.results[index] = future.result(max(0.0, deadline - time.monotonic()))
                 push.errors[index] = None
                 self.known[index].syncs += 1
+                self.known[index].held = push.number
             except Exception as error:
                 self._failed(push, index, "; ".join(dict.fromkeys([words(error), *lost(index)])))
 
@@ -131,12 +135,13 @@ class EngineCalls:
             known.incarnation, known.syncs, known.link = status.incarnation, 0, None
         connecting = known.link is None
         if connecting:
-            known.link = f"{self.name}/{push.number}/{status.index}"
+            known.link, known.held = f"{self.name}/{push.number}/{status.index}", None
         return SyncRequest(
             run_id=self.run_id, engine=status.index, incarnation=status.incarnation, version=tuple(push.version),
             push=push.number, link=known.link, connect=connecting, store_host=self.host, store_port=self.port,
             plan={}, buffers=self.settings.buffers, transport=self.transport,
-            verify=known.syncs == 0 or (every > 0 and known.syncs % every == 0), deadline_s=self.settings.timeout_s)
+            verify=known.syncs < self.first_syncs or (every > 0 and known.syncs % every == 0),
+            deadline_s=self.settings.timeout_s, delta=self.settings.delta, base=known.held)
 
     def _prepare(self, push: Round, requests: dict[int, SyncRequest], plan: SyncPlan, deadline: float
                  ) -> dict[str, str]:

@@ -24,10 +24,12 @@ from mrl.stream.links import Workers
 class Share:
     """What one rank does for one slice.
 
-    engines: whom the slice is for, and `workers` which workers of each. messages: packed pieces that this rank sends
-    or, as the slice's sender, receives. flat: the finished slice in its slot of the ring, on the sender alone.
+    key: which slice of which bucket of the plan. engines: whom the slice is for, and `workers` which workers of each.
+    messages: packed pieces that this rank sends or, as the slice's sender, receives. flat: the finished slice in its
+    slot of the ring, on the sender alone.
     """
 
+    key: tuple[int, int]
     engines: tuple[int, ...]
     workers: Workers
     direct: bool
@@ -109,8 +111,8 @@ class Gatherer:
             pack = pack_views(own, self.params, packed)
             messages = [dist.P2POp(dist.isend, packed, one.sender)] if packed.numel() else []
         parts = tuple(Part(part.name, part.shape, part.box, part.offset) for part in one.parts)
-        return Share(bucket.engines, _workers(bucket, place.position, workers), bucket.mode == "direct", parts, pack,
-                     tuple(messages), assemble, flat)
+        return Share((bucket.index, place.position), bucket.engines, _workers(bucket, place.position, workers),
+                     bucket.mode == "direct", parts, pack, tuple(messages), assemble, flat)
 
 
 @dataclass(frozen=True)

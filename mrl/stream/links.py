@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.links import (SENDER_RANK, Label, LinkError, Meeting, Pending, Transport, failed_key,
-                                             open_store)
+                                             open_store, own_stream)
 from mrl.receiver.mrl_receiver.transports import connect
 from mrl.receiver.mrl_receiver.wire import BROADCAST, PEERS, SyncRequest, ready_key
 from mrl.reshard.plan import SyncPlan
@@ -92,7 +92,8 @@ class Links:
     """The links of one sender. `store` is this thread's connection to the weight store; what is sent lies on `device`.
 
     errors: by engine, why its link was lost in the push that `begin` began. folder: where the disk transport writes;
-    None with the others.
+    None with the others. stream: what sending threads queue their device work on, one at a time; always the same, as
+    memory that was used on one stream is not soon given to another.
     """
 
     rank: int
@@ -101,6 +102,9 @@ class Links:
     open: dict[int, Link] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     folder: Optional[Path] = None
+
+    def __post_init__(self):
+        self.stream = own_stream(self.device)
 
     def begin(self, targets: list[Target], seats: Mapping[int, Seat], timeout_s: float) -> None:
         """Wait until every engine that has a seat for us stands ready, and build the links that are new.

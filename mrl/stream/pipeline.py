@@ -9,22 +9,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Mapping, Optional
 
 from mrl.receiver.mrl_receiver.checksum import add, checksum
-from mrl.receiver.mrl_receiver.links import Label, own_stream
+from mrl.receiver.mrl_receiver.links import Label, finish_stream
 from mrl.receiver.mrl_receiver.wire import sums_key
+from mrl.stream.delta import Bases
 from mrl.stream.gather import Gatherer, Share
 from mrl.stream.links import Links, Seat, Target, Transfer
 from mrl.stream.report import Sent
 
 
-def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target], timeout_s: float
-           ) -> Sent:
+def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target], timeout_s: float,
+           bases: Optional[Bases] = None) -> Sent:
     """Gather this rank's share of every slice, and send the slices that end here to the targets they are for.
 
+    bases: what was sent before, for pushes that send what has changed.
     Collective over all ranks with a share in the plan for these targets. Never fails because of an engine: such an
     engine is in `Sent.errors`, and all slices are gathered regardless, so that no rank waits for another.
     """
     sent = Sent()
-    sender = _SenderThread(gatherer, links, seats, targets, timeout_s, sent) if gatherer.sends else None
+    sender = _SenderThread(gatherer, links, seats, targets, timeout_s, bases, sent) if gatherer.sends else None
     if sender is not None:
         sender.start()
     for share in gatherer.shares:
@@ -53,20 +55,22 @@ class _SenderThread(threading.Thread):
     """Sends the filled slices in order. `free` counts slots of the ring that every link has finished with."""
 
     def __init__(self, gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target],
-                 timeout_s: float, sent: Sent):
+                 timeout_s: float, bases: Optional[Bases], sent: Sent):
         super().__init__(name="mrl-send", daemon=True)
         self.shares, self.slots, self.device = gatherer.sends, len(gatherer.ring), links.device
         self.links, self.seats, self.targets, self.timeout_s, self.sent = links, seats, targets, timeout_s, sent
+        self.bases, self.push = bases, targets[0].request.push
         self.engines = {target.request.engine: target for target in targets}
-        self.prefix = label_prefix(targets[0].request.version, targets[0].request.push)
+        self.prefix = label_prefix(targets[0].request.version, self.push)
         self.free, self.filled = threading.Semaphore(self.slots), threading.Semaphore(0)
         self.sums: dict[int, Sums] = {}
         self.crash: Optional[BaseException] = None
 
     def run(self) -> None:
         try:
-            with own_stream(self.device):
+            with self.links.stream:
                 self._send_all()
+                finish_stream(self.device)  # the buffers will be used on other streams
         except BaseException as error:  # handed to the main thread, which must not hang in `free` meanwhile
             self.crash = error
             for _ in self.shares:
@@ -98,13 +102,35 @@ class _SenderThread(threading.Thread):
     def _start(self, number: int, share: Share, deadline: float) -> list[Transfer]:
         engines = [engine for engine in share.engines if engine in self.engines]
         label = Label(f"{self.prefix}/{self.links.rank}/{number}", share.parts)
+        verifying = [engine for engine in engines if self.engines[engine].request.verify]
+        if self.bases is not None:
+            if verifying:
+                self._sum(share, verifying)  # a delta takes the slice's place
+            return self._start_message(number, share, engines, deadline, label)
         transfers = self.links.start(engines, share.flat, share.workers, deadline, label)
-        self.sent.bytes += len(transfers) * share.flat.nbytes
-        if verifying := [engine for engine in engines if self.engines[engine].request.verify]:
-            sums = _checksums(share)  # while the bytes are under way
-            for engine in verifying:
-                self.sums.setdefault(engine, Sums()).add(share, sums)
+        self._count(transfers, share.flat.nbytes, share)
+        if verifying:
+            self._sum(share, verifying)  # while the bytes are under way
         return transfers
+
+    def _start_message(self, number: int, share: Share, engines: list[int], deadline: float, label: Label
+                       ) -> list[Transfer]:
+        held = [self.engines[engine].request.base for engine in engines]
+        header, payload = self.bases.message(number, share, self.push, held)
+        transfers = self.links.start(engines, header, share.workers, deadline, label)
+        self._count(transfers, header.nbytes + payload.nbytes, share)
+        if payload.numel():
+            transfers += self.links.start(engines, payload, share.workers, deadline, label)
+        return transfers
+
+    def _count(self, transfers: list[Transfer], nbytes: int, share: Share) -> None:
+        self.sent.bytes += len(transfers) * nbytes
+        self.sent.full_bytes += len(transfers) * share.flat.nbytes
+
+    def _sum(self, share: Share, engines: list[int]) -> None:
+        sums = _checksums(share)
+        for engine in engines:
+            self.sums.setdefault(engine, Sums()).add(share, sums)
 
     def _finish(self, transfers: list[Transfer], deadline: float) -> None:
         self.links.finish(transfers, deadline)

@@ -9,11 +9,12 @@ from typing import Optional
 @dataclass
 class Sent:
     """What one rank did in a push: seconds of gathering and of sending, the bytes that it sent (a broadcast counts once
-    an engine), and the engines that its links lost, with the reason."""
+    an engine), those of a push that sends everything, and the engines that its links lost, with the reason."""
 
     gather_s: float = 0.0
     send_s: float = 0.0
     bytes: int = 0
+    full_bytes: int = 0
     errors: dict[int, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -28,7 +29,8 @@ class Sent:
 @dataclass(frozen=True)
 class PushReport:
     """How one push went. Times in seconds: whole, slowest gathering rank, slowest sender, slowest engine worker's
-    copying into its parameters; `bytes` were sent to all engines together, by `strategy`.
+    copying into its parameters; `bytes` were sent to all engines together, by `strategy`, the `sent_fraction` of what a
+    push of everything sends (1.0 when there was nobody to send to).
 
     errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
     could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
@@ -43,6 +45,7 @@ class PushReport:
     send_s: float
     load_s: float
     bytes: int
+    sent_fraction: float
     errors: dict[int, Optional[str]]
     absent: dict[int, str]
     verified: bool

@@ -21,6 +21,7 @@ from mrl.receiver.mrl_receiver.links import address_towards
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
+from mrl.stream.delta import Bases
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
 from mrl.stream.pipeline import label_prefix, stream
@@ -78,7 +79,8 @@ class WeightSync:
         reached = frozenset(target.request.engine for target in targets)
         ranks = self._participants(reached)
         if self.rank in ranks:
-            sent = stream(self._gatherer(reached), self.links, self.seats, targets, self.settings.timeout_s)
+            sent = stream(self._gatherer(reached), self.links, self.seats, targets, self.settings.timeout_s,
+                          self.bases)
             self.store.set(_key(number, f"sent/{self.rank}"), sent.to_json())
         if current is not None:
             report = self._conclude(current, ranks, began)
@@ -126,7 +128,8 @@ class WeightSync:
             gather_s=max((part.gather_s for part in sent), default=0.0),
             send_s=max((part.send_s for part in sent), default=0.0),
             load_s=max((result.apply_s for result in results), default=0.0),
-            bytes=sum(part.bytes for part in sent), errors=push.errors, absent=push.absent,
+            bytes=sum(part.bytes for part in sent), sent_fraction=_fraction(sent),
+            errors=push.errors, absent=push.absent,
             verified=bool(results) and all(result.verified for result in results),
             unverified=tuple(sorted({name for result in results for name in result.unverified})))
 
@@ -146,6 +149,7 @@ class WeightSync:
         self.plan = plan_of(self.experiment, self.trainer.spec, self.trainer.layout, self.trainer.te, not_sharded)
         self.seats = seats(self.plan, self.rank)
         self.gatherer: Optional[Gatherer] = None
+        self.bases = Bases(self.settings.buffers, self.links.device) if self.settings.delta else None
         self.participants: dict[frozenset[int], frozenset[int]] = {}
 
     def _participants(self, engines: frozenset[int]) -> frozenset[int]:
@@ -197,6 +201,12 @@ class WeightSync:
 def _key(push: int, name: str) -> str:
     """Store key of a push. "heard" counts the ranks, beside rank 0, that have its report."""
     return f"push/{push}/{name}"
+
+
+def _fraction(sent: list[Sent]) -> float:
+    """Bytes sent of those that a full push sends."""
+    full = sum(part.full_bytes for part in sent)
+    return sum(part.bytes for part in sent) / full if full else 1.0
 
 
 def _transport(experiment: Experiment, device: torch.device) -> str:

@@ -80,6 +80,15 @@ def test_memory_of_a_rank(experiment_file, hf_config):
     assert plans.rank_memory(plan, 0).sync == 3 * 105296 * 4  # the bucket twice, and what is gathered for it
 
 
+def test_memory_of_what_is_kept_for_changes(invoke, experiment_file, hf_config):
+    plan = plans.resolve_plan(load_experiment(experiment_file, ["sync.delta=true"]), hf_config, visible_gpus=0)
+    assert plans.rank_memory(plan, 1).sync == 105296 * 4  # it sends nothing
+    assert plans.rank_memory(plan, 0).sync == 4 * 105296 * 4  # once more than without
+    result = invoke("check", str(experiment_file), "sync.delta=true")
+    assert row(result.output, "kept for sync.delta")[1] == "what a rank sends, on the busiest 411.31 KiB"
+    assert "kept for" not in invoke("check", str(experiment_file)).output
+
+
 def test_memory_in_bfloat16_with_two_replicas(experiment_file, hf_config):
     exp = load_experiment(experiment_file, ["model.dtype=bfloat16", "cluster.device=cuda", "cluster.trainer_gpus=4"])
     memory = plans.rank_memory(plans.resolve_plan(exp, hf_config, visible_gpus=None), 3)

@@ -158,6 +158,12 @@ def test_cuda_ipc_needs_a_shared_gpu(experiment_file, hf_config, overrides):
                                          "cluster.device=cuda", "sync.transport=cuda_ipc")
 
 
+def test_changes_alone_do_not_go_through_files(experiment_file, hf_config):
+    assert "set sync.delta: false" in found(experiment_file, hf_config, "sync.delta=true",
+                                            "sync.transport=disk")["sync.delta"]
+    assert found(experiment_file, hf_config, "sync.delta=true") == {}
+
+
 def test_a_directory_for_weights_goes_with_the_disk_transport(experiment_file, hf_config):
     assert "writes no files" in found(experiment_file, hf_config, "sync.disk_dir=/somewhere")["sync.disk_dir"]
     assert found(experiment_file, hf_config, "sync.disk_dir=/somewhere", "sync.transport=disk") == {}

@@ -50,7 +50,9 @@ def test_an_evaluation_is_logged_under_the_step_that_asked(log, tmp_path):
 
 def test_a_failed_push_names_the_engine(log, tmp_path):
     log.push(4, PushReport(version="1:4", strategy="broadcast", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, bytes=10,
-                           errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
+                           sent_fraction=0.5, errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
+    row, = lines(tmp_path / "metrics.jsonl")
+    assert (row["kind"], row["sync/bytes"], row["sync/sent_fraction"]) == ("sync", 10, 0.5)
     progress = (tmp_path / "progress.log").read_text()
     assert "engine 1 did not take the weights of step 4: broken" in progress and "engine 2" in progress
     assert "engine 0" not in progress

@@ -56,7 +56,7 @@ class _Coming:
             raise LinkError("timed out") from None
         if sent is None:
             raise LinkError("a peer gave it up")
-        self.flat.copy_(sent.flat)
+        self.flat.view(torch.uint8).copy_(sent.flat.view(torch.uint8))
         sent.taken.set()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Sequence
 import torch
 import torch.distributed as dist
 
+from mrl.receiver.mrl_receiver.delta import pack, whole
 from mrl.receiver.mrl_receiver.links import Meeting, Transport, open_store
 from mrl.receiver.mrl_receiver.receive import Receiver
 from mrl.receiver.mrl_receiver.transports import connect
@@ -25,6 +26,8 @@ class Senders:
         self.broadcasts: dict[int, Transport] = {}
         self.peers: list[Transport] = []
         self.links, self.connected = 0, False
+        self.sent: dict[tuple[int, int], torch.Tensor] = {}  # by bucket and slice, for requests with delta
+        self.kinds: list[int] = []  # of the messages of the last one
 
     def request(self, step: int, **changes) -> SyncRequest:
         """For this link, which is built if need be; with the plan, for prepare."""
@@ -56,22 +59,33 @@ class Senders:
         """Send the first `count` buckets, and the checksums if they are wanted."""
         self.connect(request)
         deadline = time.monotonic() + request.deadline_s
+        self.kinds = []
         for bucket in self.plan.buckets[:count]:
             pending = []
             for place, one in enumerate(bucket.slices):
                 flat = flat_of(one, values, bucket.torch_dtype)
-                if bucket.mode == "broadcast":
-                    pending.append(self.broadcasts[one.sender].broadcast(flat, deadline))
-                elif one.numel:
-                    workers = range(place, self.plan.workers, self.plan.node) if bucket.worker is None \
-                        else [bucket.worker]
-                    pending += [self.peers[one.sender].send(flat, self.plan.senders + worker, deadline)
-                                for worker in workers]
+                messages = self.message((bucket.index, place), flat, request) if request.delta else [flat]
+                for message in messages if one.numel else ():
+                    if bucket.mode == "broadcast":
+                        pending.append(self.broadcasts[one.sender].broadcast(message, deadline))
+                    else:
+                        workers = range(place, self.plan.workers, self.plan.node) if bucket.worker is None \
+                            else [bucket.worker]
+                        pending += [self.peers[one.sender].send(message, self.plan.senders + worker, deadline)
+                                    for worker in workers]
             for transfer in pending:
                 transfer.wait(deadline)
         if request.verify:
             for sender in range(self.plan.senders):
                 self.store.set(sums_key(request, sender), json.dumps(sums_of(self.plan, sender, values)))
+
+    def message(self, key: tuple[int, int], flat: torch.Tensor, request: SyncRequest) -> list[torch.Tensor]:
+        """Header and payload: what has changed, if the request has a base and that is shorter."""
+        delta = pack(flat, self.sent[key]) if request.base is not None and flat.numel() else None
+        self.sent[key] = flat.clone()
+        header, payload = delta or (whole(flat), flat)
+        self.kinds.append(header.kind)
+        return [torch.tensor(header), *([payload] if payload.numel() else [])]
 
     def hang_up(self) -> None:
         for transport in [*self.broadcasts.values(), *self.peers]:

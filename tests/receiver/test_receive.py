@@ -37,7 +37,7 @@ def test_syncs_in_a_row_over_one_link(tp):
 def slowly(monkeypatch):
     """Putting a bucket in place takes longer than receiving the next."""
     plain = module.Routes.apply
-    monkeypatch.setattr(module.Routes, "apply", lambda self, position: (time.sleep(0.01), plain(self, position)))
+    monkeypatch.setattr(module.Routes, "apply", lambda self, *given: (time.sleep(0.01), plain(self, *given)))
 
 
 @pytest.mark.parametrize("transport", ["gloo", "unkind"])
@@ -76,8 +76,8 @@ def test_staging_holds_only_what_the_loader_still_waits_for(monkeypatch):
     held = []
     plain = module.Routes.apply
 
-    def apply(self, position):
-        plain(self, position)
+    def apply(self, *given):
+        plain(self, *given)
         held.append({*self.staging})
 
     monkeypatch.setattr(module.Routes, "apply", apply)

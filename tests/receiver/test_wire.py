@@ -77,5 +77,5 @@ def test_a_malformed_plan_is_not_taken(change, error, words):
 
 
 def test_a_request_survives_the_wire():
-    request = SyncRequest("run", 1, 2, (3, 4), 5, "link", True, "host", 6, mixed_plan(), 7, "gloo", True, 8.0)
+    request = SyncRequest("run", 1, 2, (3, 4), 5, "link", True, "host", 6, mixed_plan(), 7, "gloo", True, 8.0, True, 4)
     assert SyncRequest.from_json(request.to_json()) == request

@@ -1,8 +1,9 @@
 """Run by torchrun: a gang pushes to toy engines that live in rank 0, by every strategy from every layout it is given.
 
 Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node,
-tensor that the engines hold otherwise than planned or ""]]}. Prints CASE and a JSON object for every case and strategy;
-asserts, on the way, what must hold for all of them. Every buffer is poisoned as soon as it may be used again.
+tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta}. Prints CASE and a JSON object for
+every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned as soon as it may
+be used again.
 """
 import json
 import sys
@@ -49,17 +50,18 @@ def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[
     return [ToyEngine(experiment, index, make_model, workers) for index in range(ENGINES)]
 
 
-def run_case(case: list, strategy: str, models: dict[str, str]) -> None:
+def run_case(case: list, strategy: str, models: dict[str, str], delta: bool) -> None:
     name, sizes, workers, node, replicated = case
     model, rank = Path(models[name]), dist.get_rank()
     experiment = make_experiment(
-        model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0},
+        model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0,
+                              "delta": delta},
         rollout={"parallel": {"tp": workers}}, cluster={"rollout_gpus": ENGINES * workers, "gpus_per_node": node})
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
     sync = WeightSync(experiment, trainer, engines, RUN_ID)
-    push_three_times(sync, trainer, engines)
+    (push_changes if delta else push_three_times)(sync, trainer, engines)
     check_memory(sync)
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, sorted(sync.plan.options.not_sharded))
@@ -91,6 +93,24 @@ def push_three_times(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEn
     assert all(engine.holds(weights(trainer.model, 2)) for engine in engines[:-1]), "not asked, but touched"
 
 
+def push_changes(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine]) -> None:
+    """Everything, then one element in fifty twice to all engines, then to the last one alone and again to all."""
+    tensors = weights(trainer.model, 1)
+    for step in (1, 2, 3, 4, 5):
+        for name, new in weights(trainer.model, step).items() if step > 1 else ():
+            tensors[name].view(-1)[step::50] = new.view(-1)[step::50]
+        trainer.become(tensors)
+        report = sync.push(Version(0, step), [ENGINES - 1] if step == 4 else None)
+        assert report.ok and report.verified == (step < 3), report
+        full = step == 1 or step == 5 and sync.plan.strategy == "broadcast"  # where engines share the buckets
+        assert report.sent_fraction > 1 if full else report.sent_fraction < 0.15, report
+        assert all(engine.holds(tensors) for engine in engines[step == 4:])
+    for engine in engines:
+        engine.scramble()
+    report = sync.push(Version(0, 6))
+    assert report.ok and not any(engine.holds(tensors) for engine in engines), "more than changes were sent"
+
+
 def check_memory(sync: WeightSync) -> None:
     """Ring and staging of this rank stay within what docs/weight_sync.md promises."""
     bucket, buffers = BUCKET_MB * 2**20, sync.settings.buffers
@@ -105,7 +125,7 @@ def main(path: str) -> None:
     poison_used_buffers()
     for case in order["cases"]:
         for strategy in ("broadcast", "multi_sender", "sharded"):
-            run_case(case, strategy, order["models"])
+            run_case(case, strategy, order["models"], order["delta"])
     dist.barrier()
     dist.destroy_process_group()
 

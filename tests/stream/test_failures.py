@@ -99,11 +99,11 @@ def test_a_sender_that_goes_half_way_leaves_engines_refusing(gang, monkeypatch):
 def test_a_worker_that_goes_half_way_costs_its_engine_alone(gang, monkeypatch):
     apply, victim = Routes.apply, gang.engines[1].receivers[1]
 
-    def apply_some(routes, position):
+    def apply_some(routes, position, *given):
         if routes is victim.prepared.routes and position == 1:
             victim.close()
             raise LinkError("the worker has died")
-        apply(routes, position)
+        apply(routes, position, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Routes, "apply", apply_some)
@@ -151,10 +151,10 @@ def test_an_engine_that_stops_reading_costs_its_own_link_alone(gang, monkeypatch
     monkeypatch.setattr(gang.sync.calls, "settings", gang.sync.settings)
     apply, stuck = Routes.apply, gang.engines[1].receivers[0]
 
-    def apply_some(routes, position):
+    def apply_some(routes, position, *given):
         if routes is stuck.prepared.routes and position == 1:
             time.sleep(4)
-        apply(routes, position)
+        apply(routes, position, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Routes, "apply", apply_some)

@@ -24,9 +24,9 @@ EXPERTS = [
 ]
 
 
-def run(tmp_path, models: dict, cases: list) -> list[dict]:
+def run(tmp_path, models: dict, cases: list, delta: bool = False) -> list[dict]:
     order = tmp_path / "order.json"
-    order.write_text(json.dumps({"models": models, "cases": cases}))
+    order.write_text(json.dumps({"models": models, "cases": cases, "delta": delta}))
     output = torchrun(ROOT / "tests/stream/push_toys.py", 4, order)
     return [json.loads(line.split("CASE ", 1)[1]) for line in output.splitlines() if "CASE " in line]
 
@@ -54,3 +54,10 @@ def test_dense_models(tmp_path, model):
 def test_experts_whose_layout_is_not_that_of_the_rest(tmp_path):
     cases = [["experts", *case] for case in EXPERTS]
     check(run(tmp_path, {"experts": str(make_moe(tmp_path / "experts"))}, cases), cases)
+
+
+@pytest.mark.slow
+def test_changes_alone(tmp_path, model):
+    cases = [["dense", *DENSE[1]], ["dense", *DENSE[3]], ["experts", *EXPERTS[2]]]
+    models = {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}
+    check(run(tmp_path, models, cases, delta=True), cases)

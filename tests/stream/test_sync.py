@@ -61,6 +61,23 @@ def test_files_bring_weights_too(bench, one_rank, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_changes_alone_bring_weights_too(bench, one_rank):
+    settings = bench.experiment.sync.model_copy(update={"strategy": "sharded", "delta": True})
+    trainer = FakeTrainer(bench.model, Layout(), Layout().coord(0))
+    sync = WeightSync(bench.experiment.model_copy(update={"sync": settings}), trainer, [bench.engine], RUN_ID)
+    report, tensors = push(bench, (trainer, sync))
+    assert report.ok and report.sent_fraction > 1
+    for verified in (True, True, False):  # the first one of changes, and every second one
+        step = bench.next_step()
+        for number, new in enumerate(weights(bench.model, step).values()):
+            [*tensors.values()][number].view(-1)[step % 50::50] = new.view(-1)[step % 50::50]
+        trainer.become(tensors)
+        report = sync.push(Version(0, step))
+        assert report.ok and report.verified is verified and report.sent_fraction < 0.05, report
+        assert bench.log_prob_error(tensors) < TOLERANCE
+    sync.close()
+
+
 def test_log_probs_have_the_temperature_applied(bench, pushing):
     _, tensors = push(bench, pushing)
     assert bench.log_prob_error(tensors, temperature=0.6) < TOLERANCE

@@ -15,6 +15,7 @@ from typing import Any, Callable, Collection, Optional
 import torch
 import torch.distributed as dist
 
+from .base import Base
 from .checksum import add, checksum
 from .links import LinkError, failed_key, finish_stream, open_store
 from .proof import unfaithful
@@ -37,7 +38,8 @@ class Refused(RuntimeError):
 @dataclass
 class _Prepared:
     """A plan that was taken on: what of it this worker receives, where, and how it is put in place. ring: memory of
-    its own; bucket i lies in ring[i mod len(ring)]. proven: its shards have been compared with the loader."""
+    its own; bucket i lies in ring[i mod len(ring)]. proven: its shards have been compared with the loader. base: what
+    changes are applied to, if changes are to come."""
 
     plan: Plan
     buckets: tuple[Bucket, ...]
@@ -45,6 +47,7 @@ class _Prepared:
     slots: list[torch.Tensor]
     routes: Routes
     proven: bool
+    base: Optional[Base]
 
 
 class Receiver:
@@ -52,7 +55,8 @@ class Receiver:
 
     load: the engine's loader of HF tensors. refresh: recomputes what the engine derives from parameters, after every
     sync; derived: the parameters that it makes, which come with no HF tensor. worker: this worker's number, 0 …
-    workers-1. `dirty` is True from the first overwritten parameter until all of a sync is in place.
+    workers-1. `dirty` is True from the first overwritten parameter until all of a sync is in place. `held` is the
+    number of the push whose weights are in place, over the link that is open.
     """
 
     def __init__(self, model: torch.nn.Module, load: Loader, run_id: str, engine: int, incarnation: int,
@@ -64,6 +68,7 @@ class Receiver:
         self.device = next(model.parameters()).device
         self.dirty = True
         self.accepted: tuple[int, int] = (-1, -1)
+        self.held: Optional[int] = None
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.traced = Traced()  # of self.tensors
         self.prepared: Optional[_Prepared] = None
@@ -105,7 +110,7 @@ class Receiver:
         self._require_prepared(request)
         wrong: dict[str, str] = {}
         if not self.prepared.proven:
-            self.dirty = True
+            self.dirty, self.held = True, None
             own = self.prepared
             own.routes.staging.clear()
             wrong = unfaithful(self.model, self.load, self.refresh, self.tensors, own.buckets, own.slots, own.routes,
@@ -122,11 +127,13 @@ class Receiver:
         """
         self._check(request)
         self._require_prepared(request)
+        if request.base is not None and request.base != self.held:
+            raise Refused(f"changes since push {request.base} are of no use: push {self.held} is in place")
         deadline = time.monotonic() + request.deadline_s
         try:
             self._connect(request, deadline)
-            self.dirty, self.accepted = True, request.version
-            reply: dict[str, Any] = self._transfer(deadline)
+            self.dirty, self.held, self.accepted = True, None, request.version
+            reply: dict[str, Any] = self._transfer(request, deadline)
             if request.verify:
                 own = self.prepared
                 reply["holdings"] = _holdings(own.routes.traced, own.plan.tensor_kinds)
@@ -136,7 +143,7 @@ class Receiver:
         except BaseException:
             self.close()
             raise
-        self.dirty = False
+        self.dirty, self.held = False, request.push
         return reply
 
     def scramble(self, seed: int) -> None:
@@ -170,7 +177,9 @@ class Receiver:
     def _take_on(self, plan: Plan, request: SyncRequest) -> None:
         """Make ring and routes, unless they are there from an earlier link; the old link is of no use any more."""
         old = self.prepared
-        if old is None or plan.digest != old.plan.digest or request.buffers != len(old.ring):
+        same = old is not None and (plan.digest, request.buffers, request.delta) == (
+            old.plan.digest, len(old.ring), old.base is not None)
+        if not same:
             self.close()
             self.prepared = old = None  # its ring goes before the new one comes
             buckets = plan.of_worker(self.worker)
@@ -179,7 +188,8 @@ class Receiver:
             slots = [ring[position % len(ring)][:bucket.nbytes].view(bucket.torch_dtype)
                      for position, bucket in enumerate(buckets)]
             routes = Routes(buckets, slots, self.traced, self.load)
-            self.prepared = _Prepared(plan, buckets, ring, slots, routes, proven=not plan.direct)
+            base = Base(buckets, slots, self.traced) if request.delta else None
+            self.prepared = _Prepared(plan, buckets, ring, slots, routes, proven=not plan.direct, base=base)
             for name, reason in self.traced.opaque.items():
                 logger.warning("%s goes through the engine's loader: %s", name, reason)
         self.prepared_link = request.link
@@ -196,13 +206,17 @@ class Receiver:
             self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
             self.link = request.link
 
-    def _transfer(self, deadline: float) -> dict[str, float]:
+    def _transfer(self, request: SyncRequest, deadline: float) -> dict[str, float]:
         """All buckets, and then what the engine derives from them."""
         own = self.prepared
         own.routes.staging.clear()
 
+        fill = request.base is None  # else what is filled is there, and filling would spoil the base of later buckets
+
         def apply(position: int) -> None:
-            own.routes.apply(position)
+            if own.base is not None:
+                own.base.complete(position, self.connections.headers.pop(own.buckets[position].index))
+            own.routes.apply(position, fill)
             finish_stream(self.device)  # a slot may be received into again only when it has been read
 
         seconds = transfer(own.buckets, own.slots, len(own.ring), self.connections, apply, deadline)

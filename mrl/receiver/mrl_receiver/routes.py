@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -131,7 +131,7 @@ class Routes:
     def __init__(self, buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], traced: Traced, load: Loader):
         self.traced, self.load = traced, load
         self.staging: dict[str, torch.Tensor] = {}
-        staged = _staged(buckets, traced)
+        staged = staged_names(buckets, traced)
         self.routes = [_route(bucket, flat, traced, staged) for bucket, flat in zip(buckets, slots)]
         filled: set[str] = set()
         last: dict[tuple[str, ...], Route] = {}
@@ -146,10 +146,13 @@ class Routes:
             route.finished.append(group)
 
     @torch.no_grad()
-    def apply(self, position: int) -> None:
-        """Put the bucket at `position` into the parameters, or into staging memory."""
+    def apply(self, position: int, fill: bool = True) -> None:
+        """Put the bucket at `position` into the parameters, or into staging memory.
+
+        fill: write the constants that come with it, too. They are there already after a whole sync.
+        """
         route = self.routes[position]
-        for operation, arguments in route.fills:
+        for operation, arguments in route.fills if fill else ():
             operation(*arguments)
         if route.sources:
             torch._foreach_copy_(route.targets, route.sources)
@@ -170,7 +173,7 @@ class Routes:
                 target.copy_(tensor.as_strided(shape, strides, start))
 
 
-def _staged(buckets: Sequence[Bucket], traced: Traced) -> set[str]:
+def staged_names(buckets: Sequence[Bucket], traced: Traced) -> set[str]:
     """Names of the tensors that cannot be copied as they come."""
     staged = {part.name for bucket in buckets for part, _ in bucket.parts if part.name in traced.opaque}
     for bucket in buckets:
@@ -186,12 +189,21 @@ def _route(bucket: Bucket, flat: torch.Tensor, traced: Traced, staged: set[str])
         if part.name in staged:
             route.staged.append((part, flat[offset:offset + part.numel].view(part.box_shape)))
             continue
-        for home in traced.homes.get(part.name, []):
-            for block in intersect(home.lattice, part):
-                route.sources.append(flat.as_strided(block.shape, block.strides,
-                                                     flat.storage_offset() + offset + block.start))
-                route.targets.append(home.target[block.index])
+        for source, target in placed(part, flat, offset, traced):
+            route.sources.append(source)
+            route.targets.append(target)
     return route
+
+
+def placed(part: Part, flat: torch.Tensor, offset: int, traced: Traced) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of a part's elements that a worker holds, in the flat bucket from `offset` on, and of where it holds them.
+
+    Of tensors that are not staged alone.
+    """
+    for home in traced.homes.get(part.name, []):
+        for block in intersect(home.lattice, part):
+            yield (flat.as_strided(block.shape, block.strides, flat.storage_offset() + offset + block.start),
+                   home.target[block.index])
 
 
 def misfits(plan: Plan, worker: int, traced: Traced) -> dict[str, str]:

@@ -5,18 +5,23 @@ import queue
 import threading
 import time
 from contextlib import ExitStack
-from typing import Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
-from .links import LinkError, Meeting, Transport, own_stream
+from .delta import HEADER, Header, whole
+from .links import LinkError, Meeting, Transport, finish_stream, own_stream
 from .transports import connect, connect_workers
-from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, SyncRequest
+from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, Slice, SyncRequest
 
 
 class Connections:
-    """The worker's end of one link: what `plan` needs of it. All ranks build theirs in the order below."""
+    """The worker's end of one link: what `plan` needs of it. All ranks build theirs in the order below.
+
+    headers: of the slices of every bucket that has arrived and has not been put in place, by its index; only with
+    request.delta, where each slice has one and its payload lies at the beginning of its place.
+    """
 
     def __init__(self, plan: Plan, worker: int, request: SyncRequest, store: dist.Store, device: torch.device,
                  deadline: float):
@@ -28,7 +33,9 @@ class Connections:
             self.all.append(transport)
             return transport
 
+        self.device = device
         self.place = worker % plan.node
+        self.headers: Optional[dict[int, list[Header]]] = {} if request.delta else None
         self.all: list[Transport] = []
         with ExitStack() as unfinished:
             self.broadcasts = {sender: build(BROADCAST.format(sender), 1 + worker, 1 + plan.workers)
@@ -44,20 +51,63 @@ class Connections:
         place = self.place if bucket.mode == "slices" else 0
         one = bucket.slices[place]
         mine = flat[place * bucket.slice_numel:][:one.numel]
-        if one.numel and bucket.mode == "broadcast":
-            self.broadcasts[one.sender].broadcast(mine, deadline).wait(deadline)
-        elif one.numel:
-            self.peers.receive(mine, one.sender, deadline).wait(deadline)
+        if self.headers is not None:
+            header = self._header(bucket, one, deadline) if one.numel else whole(mine)
+            self.headers[bucket.index] = [header]
+            mine = mine.view(torch.uint8)[:header.nbytes]
+        if mine.numel():
+            self._receive(bucket, one, mine, deadline)
 
     def join(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
         """Receive the other slices from the workers of this node. LinkError."""
-        if bucket.mode == "slices" and self.neighbours is not None:
+        if bucket.mode != "slices" or self.neighbours is None:
+            return
+        if self.headers is None:
             self.neighbours.all_gather(flat, deadline).wait(deadline)
+        else:
+            self._join_messages(bucket, flat, deadline)
 
     def close(self) -> None:
         """Give up; the peers' ends fail too."""
         for transport in self.all:
             transport.close()
+
+    def _receive(self, bucket: Bucket, one: Slice, into: torch.Tensor, deadline: float) -> None:
+        if bucket.mode == "broadcast":
+            self.broadcasts[one.sender].broadcast(into, deadline).wait(deadline)
+        else:
+            self.peers.receive(into, one.sender, deadline).wait(deadline)
+
+    def _header(self, bucket: Bucket, one: Slice, deadline: float) -> Header:
+        numbers = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+        self._receive(bucket, one, numbers, deadline)
+        return _read_header(numbers, bucket, one)
+
+    def _join_messages(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
+        """Exchange first the headers, then the payloads, all padded to the longest of them."""
+        count = len(bucket.slices)
+        numbers = torch.empty(count, HEADER, dtype=torch.int64, device=self.device)
+        numbers[self.place] = torch.tensor(self.headers[bucket.index][0])
+        self.neighbours.all_gather(numbers.view(-1), deadline).wait(deadline)
+        headers = [_read_header(given, bucket, one) for given, one in zip(numbers, bucket.slices)]
+        self.headers[bucket.index] = headers
+        places = flat.view(torch.uint8).view(count, -1)
+        longest = max(header.nbytes for header in headers)
+        if 2 * longest > places.shape[1]:  # hardly less than all, which needs no more memory
+            self.neighbours.all_gather(flat, deadline).wait(deadline)
+        elif longest:
+            gathered = torch.empty(count, longest, dtype=torch.uint8, device=self.device)
+            gathered[self.place] = places[self.place, :longest]
+            self.neighbours.all_gather(gathered.view(-1), deadline).wait(deadline)
+            places[:, :longest] = gathered
+            finish_stream(self.device)  # another thread will read them
+
+
+def _read_header(numbers: torch.Tensor, bucket: Bucket, one: Slice) -> Header:
+    try:
+        return Header.read(numbers, one.numel, bucket.torch_dtype.itemsize)
+    except ValueError as error:
+        raise LinkError(f"bucket {bucket.index}: {error}") from error
 
 
 class _Stage(threading.Thread):

@@ -277,7 +277,8 @@ class SyncRequest:
     `link` names the set of communicators to use; with `connect` they are built first, at the store at
     store_host:store_port. `plan` is given to prepare a new link, before the sync's own call, and empty in that.
     `push` numbers the sync, and with `link` names its store keys. `deadline_s` is the time from the call to the commit.
-    `incarnation` is the server start the sender has in mind.
+    `incarnation` is the server start the sender has in mind. `delta`: messages are those of `delta.py`; `base` is the
+    push whose weights the engine must hold whole, for changes to be sent of them, None: everything comes whole.
     """
 
     run_id: str
@@ -294,6 +295,8 @@ class SyncRequest:
     transport: str
     verify: bool
     deadline_s: float
+    delta: bool = False
+    base: Optional[int] = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
