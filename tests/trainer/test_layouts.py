@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).parent / "run_layouts.py"
     (1, ["tp=1"]),
     (2, ["tp=2", "pp=2", "tp=1", "tp=2,sp=1", "pp=2,vpp=2", "pp=2,first_stage_layers=1", "ep=2", "tp=2,sp=1,ep=2",
          "etp=2"]),
-    (4, ["tp=2,pp=2", "tp=2,pp=2,vpp=2,sp=1,ep=2", "tp=4", "ep=2", "ep=2,etp=2",
-         "tp=2,sp=1,ep=2,etp=2", "pp=2,etp=2,first_stage_layers=3"]),
+    pytest.param(4, ["tp=2,pp=2", "tp=2,pp=2,vpp=2,sp=1,ep=2", "tp=4", "ep=2", "ep=2,etp=2", "tp=2,sp=1,ep=2,etp=2",
+                     "pp=2,etp=2,first_stage_layers=3"], marks=pytest.mark.slow),
 ], ids=lambda value: f"{value}ranks" if isinstance(value, int) else "")
 def test_equal_to_transformers(tiny_models, ranks, layouts):
     output = torchrun(SCRIPT, ranks, tiny_models, *layouts, timeout_s=900)
