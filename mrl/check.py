@@ -103,11 +103,11 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def engine_weights(plan: Plan, worker: int) -> int:
     """Bytes of the model's tensors that one worker of an engine holds, by `held_boxes`; whole where that cannot say."""
-    held = 0
+    held, engines = 0, plan.sync.engine_layout
     for group in gather_groups(plan.spec, Layout()):
         for number, entry in enumerate(group.entries):
             for at, tensor in enumerate(group.tensors(number)):
-                boxes = held_boxes(entry.rule, at, tensor.shape, entry.expert, plan.spec, plan.sync.engine_layout, worker)
+                boxes = held_boxes(entry.rule, at, tensor.shape, entry.expert, plan.spec, engines, worker)
                 elements = prod(tensor.shape) if boxes is None else sum(map(numel, boxes))
                 held += elements * DTYPE_BYTES[group.dtype or plan.exp.model.dtype]
     return held

@@ -95,10 +95,10 @@ class TrainerParallel(Section):
     first_stage_layers: Optional[PositiveInt] = Field(
         None, description="layers of the first pipeline stage; null: as many as stages without a number of their own")
     last_stage_layers: Optional[PositiveInt] = Field(None, description="layers of the last pipeline stage, likewise")
-    ep: PositiveInt = Field(1, description="expert parallel size: parts into which the experts of a layer are dealt out")
+    ep: PositiveInt = Field(1, description="expert parallel size: parts into which a layer's experts are dealt out")
     etp: PositiveInt = Field(1, description="tensor parallel size of each expert")
     sequence_parallel: bool = Field(
-        False, description="Megatron sequence parallelism inside the tensor-parallel group; experts need it with tp > 1")
+        False, description="Megatron sequence parallelism in the tensor-parallel group; experts with tp > 1 need it")
 
     def layout(self, ranks: int) -> Layout:
         """The layout of so many trainer ranks. ValueError where they are no multiple of what these sizes need."""
@@ -122,7 +122,7 @@ class Optimizer(Section):
 
 class Moe(Section):
     aux_loss_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the load-balancing loss, E * sum of f_e P_e, summed over layers (Fedus 2021); 0: none")
+        0.0, description="weight of the experts' load-balancing loss, summed over layers (Fedus et al. 2021); 0: none")
 
 
 class Trainer(Section):

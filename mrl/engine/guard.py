@@ -83,7 +83,7 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
-    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; then their shared memory."""
+    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; their shared memory."""
     deadline = time.monotonic() + grace_s
     left_behind = shared_memory(descendants(os.getpid()))
     signal_all(signal.SIGTERM)
@@ -106,18 +106,26 @@ def guard_this_process(grace_s: float) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    passed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    # Blocked, and taken by sigwait: a handler would not run if its signal came just before a wait for the child.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
     parent, child = os.getpid(), os.fork()
     if child == 0:
         os.setpgid(0, 0)  # so that a Ctrl-C at the terminal comes once, through the parent
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)
         return
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    end_descendants(grace_s, {})
+    codes: dict[int, int] = {}
+    while child not in codes:
+        number = signal.sigwait(passed_on | {signal.SIGCHLD})
+        if number in passed_on:
+            os.kill(child, number)
+        reap(codes)
+    code = codes[child]
+    end_descendants(grace_s, codes)
     os._exit(code if code >= 0 else 128 - code)
 
 

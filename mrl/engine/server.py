@@ -252,8 +252,8 @@ class EngineServer:
     async def _trace(self, request: SyncRequest, deadline: float) -> tuple[Prepared, bool]:
         """Let the workers trace the plan, and check that they will take all of it. The second: nothing is to prove."""
         try:
-            plan = Plan.from_wire(request.plan)
-        except (KeyError, TypeError, ValueError) as error:
+            plan = Plan.from_wire(request.plan, worker=0)  # every worker reads its own share
+        except (LookupError, TypeError, ValueError) as error:
             raise SyncError(f"the plan is malformed: {type(error).__name__} {error}") from error
         replies = await self._workers("mrl_prepare", request, deadline)
         if problems := coverage_problems(plan.tensors, replies, None):

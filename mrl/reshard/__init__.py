@@ -12,7 +12,8 @@ from mrl.reshard.families import FAMILIES, family_of
 from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
 from mrl.reshard.network import Network
 from mrl.reshard.params import (
-    GatherGroup, ParamPlan, chunk_prefix, duplicates, gather_groups, hf_tensors, is_expert, joined_tensors, local_params,
+    GatherGroup, ParamPlan, chunk_prefix, duplicates, gather_groups, hf_tensors, is_expert, joined_tensors,
+    local_params,
 )
 from mrl.reshard.pieces import Piece
 from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync

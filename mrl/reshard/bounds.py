@@ -7,9 +7,9 @@ With B(x) the bytes that x sends or takes in one sync, and NIC and NVLINK the ba
     gather    max over ranks    B(rank from the others of its gather group) / NVLINK, or NIC where a group spans nodes
     pass on   max over workers  B(worker from the others of its node) / NVLINK
 
-All four go on at once, so that the largest is the bound. Expected is more: every message costs the latency, the pipeline
-has to fill with a bucket that is gathered and to drain with one that is passed on, and the broadcasts of several engines
-leave through the one sender whose turn it is.
+All four go on at once, so that the largest is the bound. Expected is more: every message costs the latency, the
+pipeline has to fill with a bucket that is gathered and to drain with one that is passed on, and the broadcasts of
+several engines leave through the one sender whose turn it is.
 """
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank gives from one of its parameters: `pieces`, all of which leave, each inside one part of the slice."""
+    """What one rank gives from one of its parameters: `pieces` that all leave, each inside one part of the slice."""
 
     param: str
     param_shape: Shape
@@ -55,9 +55,10 @@ class Contribution:
 class Slice:
     """What one rank sends at once: parts one behind the other, `numel` elements.
 
-    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them. Rank `ranks[m]` packs
-    the pieces of `shards[m]` in that order, each row-major over `piece.shape`, without gaps; the packed lengths may
-    differ. With one rank there is nothing to gather. A slice with no elements is neither gathered nor sent.
+    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them. Rank `ranks[m]`
+    packs the pieces of `shards[m]` in that order, each row-major over `piece.shape`, without gaps; the packed lengths
+    may differ, and be 0. With one rank there is nothing to gather. A slice with no elements is neither gathered nor
+    sent.
     """
 
     numel: int

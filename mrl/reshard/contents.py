@@ -1,4 +1,4 @@
-"""What leaves from each gather group, as boxes of its tensors: all of it, or what one rank has for one engine worker."""
+"""What leaves from each gather group, as boxes of its tensors: all of it, or what one rank has for one worker."""
 from __future__ import annotations
 
 from typing import Callable, Sequence, TypeVar
@@ -64,7 +64,7 @@ class Contents:
         return self._once(("numel", self.kind[group]), lambda: size(self.everything(group, sharded=False)))
 
     def _class(self, group: GatherGroup, parameter: int) -> tuple:
-        """What a parameter's boxes depend on: its rule, who is to have it, and which expert of a stacked tensor it is."""
+        """What a parameter's boxes depend on: its rule, who is to have it, which expert of a stacked tensor it is."""
         entry, rule = group.entries[parameter], group.entries[parameter].rule
         kept = tuple(tensor.name in self.not_sharded for tensor in group.tensors(parameter)) if self.not_sharded else ()
         if not rule.expert:

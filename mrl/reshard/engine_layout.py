@@ -1,4 +1,4 @@
-"""Where the engines' workers stand, and which boxes of each Hugging Face tensor every one of them holds. No engine needed.
+"""Where the engines' workers stand, and which boxes of each Hugging Face tensor every one of them holds.
 
 vLLM and SGLang cut the same way, and differ in how they count workers:
 
@@ -24,7 +24,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """`count` engines of one kind and their parallel sizes, with the names and the meaning the engine itself gives them.
+    """`count` engines of one kind and their parallel sizes, with the names and the meaning the engine itself has.
 
     `ep`: parts into which the experts of a layer are divided: 1 (each expert is cut over all workers) or, as vLLM's
     --enable-expert-parallel has it, all workers. SGLang allows sizes between. `dp`: attention data parallelism.

@@ -148,16 +148,16 @@ class Layout:
     def pipeline_problems(self, num_layers: int) -> list[str]:
         """Why `num_layers` do not divide over stages and chunks, one sentence each; empty when they do."""
         given = self._given_stages()
-        words = "".join(f" {name} {size}" for name, size in given.items())
         if self.pp == 1:
-            several = ([f"vpp {self.vpp}"] if self.vpp > 1 else []) + [f"{name} {size}" for name, size in given.items()]
-            return [f"{what} needs pp of at least 2" for what in several]
+            wanted = {**given, "vpp": self.vpp} if self.vpp > 1 else given
+            return [f"{name} {size} needs pp of at least 2" for name, size in wanted.items()]
         if self.pp == len(given):
-            return [f"with pp 2, first_stage_layers and last_stage_layers say the same: give one of them, not{words}"]
+            return ["with pp 2, first_stage_layers and last_stage_layers say the same: give one of them"]
         rest, stages = num_layers - sum(given.values()), self.pp - len(given)
         if given and (rest < stages or rest % stages):
-            return [f"{rest} layers, what{words} leave of num_hidden_layers {num_layers}, do not divide over the other "
-                    f"{stages} of pp {self.pp} stages"]
+            words = " and ".join(f"{name} {size}" for name, size in given.items())
+            return [f"{rest} layers, what {words} leave of num_hidden_layers {num_layers}, do not divide over the "
+                    f"other {stages} of pp {self.pp} stages"]
         if rest % stages:
             return [f"pp {self.pp} does not divide num_hidden_layers {num_layers}"]
         uneven = sorted({size for size in self._stage_sizes(num_layers) if size % self.vpp})

@@ -44,10 +44,11 @@ def fill(items: Sequence[Item], limit: int) -> list[Items]:
 
 
 def deal(items: Sequence[Item], limit: int, multiple: int, smallest: int) -> list[Items]:
-    """Consecutive items in loads of about the same size and at most `limit` elements, as many as a multiple of `multiple`.
+    """Consecutive items in loads of about the same size and at most `limit` elements; their number is a multiple of
+    `multiple`, or a little less.
 
-    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, of any number, where
-    so many would have fewer than `smallest` elements each.
+    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, of any number,
+    where so many would have fewer than `smallest` elements each.
     """
     total = size(items)
     needed = -(-total // limit)

@@ -93,8 +93,8 @@ def is_expert(name: str) -> bool:
 class GatherGroup:
     """Ranks of one pipeline stage that hold some parameters between them, and once more on each replica.
 
-    `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold the
-    experts of this index; replicas are the expert dp ones. Experts never span indices.
+    `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold
+    the experts of this index; replicas are the expert dp ones. Experts never span indices.
     `dtype`: of its buffers, None: the model's. `entries`: what leaves from here, all but tied copies, in table order.
     """
 

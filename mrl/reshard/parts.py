@@ -20,7 +20,9 @@ def parts_of(load: Load, group: GatherGroup) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def shards_of(load: Load, group: GatherGroup, te: bool, rank: int | None = None) -> tuple[tuple[Contribution, ...], ...]:
+def shards_of(
+    load: Load, group: GatherGroup, te: bool, rank: int | None = None,
+) -> tuple[tuple[Contribution, ...], ...]:
     """What every rank of the group gives to a load, or only rank number `rank` does."""
     shards: list[list[Contribution]] = [[] for _ in range(group.size if rank is None else 1)]
     for parameter, items in groupby(load.items, key=lambda item: item[0]):

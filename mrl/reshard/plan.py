@@ -1,16 +1,14 @@
 """The plan of a weight sync: who gathers what among whom, and who sends which bytes to whom.
 
 Pure: it depends on its arguments alone, needs no torch, and is the same on every rank. `plan_sync` computes order, size
-and ways of all buckets at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine pays
-for its own share only. `views.py` turns buckets into copies between tensors.
+and ways of all buckets at once; what lies in a bucket is computed when it is asked for, so that a rank or an engine
+pays for its own share only. `views.py` turns buckets into copies between tensors.
 
-There is one order of all buckets, and every rank and worker goes through its own ones in that order: then no two of them
-can wait for each other in a circle.
+There is one order of all buckets, and every rank and worker goes through its own ones in that order: then no two of
+them can wait for each other in a circle.
 """
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -195,8 +193,8 @@ class SyncPlan:
         return self.predictions[self.strategy]
 
     def to_wire(self, engine: int) -> dict[str, Any]:
-        """What the receivers of one engine need, as plain JSON types; its form is described in `mrl_receiver/wire.py`."""
-        return to_wire(self.of_engine(engine), self.senders(engine), self.engine_layout.world, self.engine_layout.node)
+        """What the receivers of one engine need, as plain JSON types, in the form that `mrl_receiver/wire.py` reads."""
+        return to_wire(self.schedule, engine)
 
 
 def plan_sync(

@@ -1,8 +1,8 @@
 """The steps of one engine repeated for all: the order of all buckets, the replicas they come from, and sums over them.
 
 Every engine gets every step, on replicas of its own where there are enough. Bucket number `slot * lanes + lane` is what
-engine `lane` does at `slot`: all engines go through the tracks at the same pace, each from another start. A broadcast has
-one lane for all engines.
+engine `lane` does at `slot`: all engines go through the tracks at the same pace, each from another start. A broadcast
+has one lane for all engines.
 """
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Schedule:
     @cached_property
     def slots(self) -> list[tuple[int, int]]:
         """By slot, the track and the place in it."""
-        return interleave([[(number, at) for at in range(len(track.steps))] for number, track in enumerate(self.tracks)])
+        places = [[(number, at) for at in range(len(track.steps))] for number, track in enumerate(self.tracks)]
+        return interleave(places)
 
     @cached_property
     def _slot_of(self) -> list[list[int]]:
@@ -145,8 +146,8 @@ def _replicas_within_block(step: Step, mine: Mapping[int, tuple[int, int]]) -> l
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a whole sync. By global rank: bytes sent to engines, messages, bytes received in gathers. By worker of an
-    engine: bytes received from trainers, messages, bytes received from the other workers of its node."""
+    """Sums over a whole sync. By global rank: bytes sent to engines, messages, bytes received in gathers. By worker of
+    an engine: bytes received from trainers, messages, bytes received from the other workers of its node."""
 
     sent: np.ndarray
     sends: np.ndarray

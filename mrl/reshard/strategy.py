@@ -94,7 +94,8 @@ def multi_sender(task: Task) -> list[Track]:
 
 def sharded(task: Task) -> list[Track]:
     """From shard to shard; what cannot go that way, in slices."""
-    return [*_in_slices(task, sharded=True), *_shard_to_shard(task, experts=True), *_shard_to_shard(task, experts=False)]
+    direct = [*_shard_to_shard(task, experts=True), *_shard_to_shard(task, experts=False)]
+    return [*_in_slices(task, sharded=True), *direct]
 
 
 STRATEGIES: Mapping[str, Callable[[Task], list[Track]]] = {
@@ -129,7 +130,7 @@ def _pool(group: GatherGroup) -> tuple:
 
 
 def _pool_steps(task: Task, contents: dict[int, Items]) -> list[Step]:
-    """Buckets in slices of `contents`, from groups of one kind in one stage: neighbouring slices come from other ranks."""
+    """Buckets in slices of `contents`, from groups of one pool: neighbouring slices come from other ranks."""
     slices, group = task.engines.node, task.groups[next(iter(contents))]
     block = min(group.replicas, -(-slices // (len(contents) * group.size)))
     blocks = group.replicas // block

@@ -55,7 +55,9 @@ def direct_views(one: Slice, params: Mapping[str, Tensor], flat: Tensor) -> View
     return [source for _, source in pairs], [targets.of(piece) for piece, _ in pairs]
 
 
-def _pieces(shard: Sequence[Contribution], params: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _pieces(
+    shard: Sequence[Contribution], params: Mapping[str, Tensor], flat: Tensor,
+) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece that a rank gives, with its view of the parameter."""
     for given in shard:
         param = params[given.param]

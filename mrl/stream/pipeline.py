@@ -76,9 +76,15 @@ class _SenderThread(threading.Thread):
         deadline = time.monotonic() + self.timeout_s
         self.links.begin(self.targets, self.seats, self.timeout_s)
         under_way: deque[list[Transfer]] = deque()
+        engines: tuple[int, ...] = ()
         for number, share in enumerate(self.shares):
             self.filled.acquire()
             began = time.monotonic()
+            # On one link transfers queue up. Over several they would share this NIC, and a worker, which receives one
+            # bucket at a time, would take each at a part of the speed while other senders had nothing to do.
+            while under_way and share.engines != engines:
+                self._finish(under_way.popleft(), deadline)
+            engines = share.engines
             under_way.append(self._start(number, share, deadline))
             if len(under_way) == self.slots:  # with fewer, the gather still has a slot to fill
                 self._finish(under_way.popleft(), deadline)

@@ -76,7 +76,7 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
 
 
 def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict[str, Any]:
-    """What Megatron is told about experts. The dispatcher it checks against variable_seq_lengths in dense models too."""
+    """What Megatron is told about experts; of a dense model, what it checks against variable_seq_lengths."""
     moe, parallel = spec.moe, section.parallel
     if moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -137,7 +137,8 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
 
     One for each virtual pipeline stage, in order.
     """
-    frequencies = inverse_frequencies(hf_config)
+    device = torch.cuda.current_device()
+    frequencies = inverse_frequencies(hf_config).to(device)
     layout, chunks = place.layout, []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
@@ -153,8 +154,9 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
             rotary_percent=spec.rotary_fraction,
             vp_stage=vp_stage,
         )
-        megatron_compat.set_frequencies(model, frequencies.to(torch.cuda.current_device()))
+        megatron_compat.set_frequencies(model, frequencies)
         megatron_compat.gather_latents(model)
+        model.to(device)  # Megatron makes the weights of routers and of shared experts' gates on the host
         _mark_experts(model)
         chunks.append(model)
     return chunks

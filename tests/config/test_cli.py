@@ -96,6 +96,26 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
     assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
+def test_check_shows_chunks_and_experts(invoke, experiment_file, folder):
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["Qwen3MoeForCausalLM"],
+                                  "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}))
+    parallel = "trainer.parallel={tp: 1, pp: 2, vpp: 2, ep: 2, etp: 2}"
+    result = invoke("check", experiment_file, parallel, "cluster.trainer_gpus=8")
+    assert result.exit_code == 0, result.output
+    # rank tp pp dp layers sends experts: the second expert rank of the second stage, its second slice
+    assert row(result.output, "7") == ["7", "0", "1", "3", "1-1, 3-3", "", "2-3 (slice 2 of 2)"]
+
+
+def test_memory_of_experts_is_sharded_over_their_repetitions(experiment_file, hf_config):
+    hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
+                     moe_intermediate_size=40)
+    overrides = ["trainer.parallel={tp: 1, ep: 2}", "cluster.trainer_gpus=4"]
+    memory = plans.rank_memory(plans.resolve_plan(load_experiment(experiment_file, overrides), hf_config, 0), 0)
+    experts = 4 * 2 * 3 * 40 * 48  # 4 layers, 2 of 4 experts, gate, up and down
+    assert memory.optimizer == (memory.weights // 4 - experts) * 8 // 4 + experts * 8 // 2
+
+
 def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
     result = invoke("check", experiment_file, "trainer.parallel.tp=3", "batch.minibatches=5", "data.train=gone.jsonl")
     assert result.exit_code == 2

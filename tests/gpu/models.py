@@ -4,9 +4,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from tests.trainer.tiny import TEMPERATURE, loss_fn
+from tests.trainer.tiny import TEMPERATURE, loss_fn, saved_gradients
 from tools.make_quickstart import make_tokenizer
 
 VOCAB = 131  # prime: no tensor-parallel size or padding divides it
@@ -14,12 +22,17 @@ LENGTHS = (90, 1, 170, 40, 300, 120, 2)
 
 _SMALL = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=512)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128)
 SMALL = {
     "llama": lambda: LlamaConfig(**_SMALL, head_dim=64, tie_word_embeddings=False, rope_parameters={
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}),
     "qwen2": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**_SMALL, head_dim=128, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_SMALL, **_EXPERTS, head_dim=128, norm_topk_prob=True,
+                                        tie_word_embeddings=True),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**_SMALL, **_EXPERTS, shared_expert_intermediate_size=256,
+                                        tie_word_embeddings=False),
 }
 
 
@@ -78,5 +91,4 @@ def truth(path: Path, batch, dtype: torch.dtype, device: str, gradients: bool = 
     if not gradients:
         return {"log_probs": out}
     total.backward()
-    return {"log_probs": out, "loss": total.item(),
-            "gradients": {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}}
+    return {"log_probs": out, "loss": total.item(), "gradients": saved_gradients(model)}

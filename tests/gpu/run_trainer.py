@@ -16,11 +16,14 @@ import torch.distributed as dist
 from mrl.platform import get_platform
 from tests.gpu.models import SMALL, make_batch
 from tests.trainer.gang import experiment, parse_parallel, whole_gradients
-from tests.trainer.tiny import loss_fn
+from tests.trainer.tiny import families, loss_fn
 
 ERROR_RATIO = 2.0
 GRADIENT_TOLERANCE = 0.1
 """Relative, of whole tensors; bfloat16 alone makes about half of it. A swapped head or a wrong sum makes 1 or more."""
+ROUTED_TOLERANCE = 0.5
+"""The same for experts and routers: in bfloat16 a token may go to another expert, and some experts see few tokens.
+Leaving out half of the ranks makes 0.7."""
 STEP_SAMPLES, STEP_TOKENS = 16, 1024
 
 
@@ -66,7 +69,8 @@ def check_gradients(trainer, batch, truth: dict, name: str) -> None:
     worst = max(errors, key=errors.get)
     say(f"ok {name}: loss {metrics['loss']:.5f} (fp32 {truth['loss']:.5f}); worst gradient error {errors[worst]:.1e} "
         f"({worst})")
-    assert errors[worst] <= GRADIENT_TOLERANCE, (worst, errors[worst])
+    limits = {key: ROUTED_TOLERANCE if ".experts." in key or ".gate." in key else GRADIENT_TOLERANCE for key in errors}
+    assert all(error <= limits[key] for key, error in errors.items()), (worst, errors[worst])
 
 
 def time_steps(trainer, vocab: int, name: str) -> None:
@@ -97,7 +101,7 @@ def main(folder: Path, layouts: list[str]) -> None:
 
     try:
         for words in layouts:
-            for family in [*SMALL, "qwen3_0_6b"]:
+            for family in families(parse_parallel(words), [*SMALL, "qwen3_0_6b"]):
                 if not (folder / f"{family}.pt").exists():
                     continue
                 truth = torch.load(folder / f"{family}.pt")

@@ -6,6 +6,8 @@ import torch
 
 from tests.gpu.models import SMALL, make_batch, qwen3_0_6b, save_random, truth
 from tests.torchrun import torchrun
+from tests.trainer.gang import parse_parallel
+from tests.trainer.tiny import families
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).with_name("run_trainer.py")
@@ -31,10 +33,13 @@ def models(gpus, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, ["tp=1"]), (2, ["tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2"])],
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, ["tp=1"]), (2, [
+    "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2", "tp=2,sp=1,ep=2", "tp=2,sp=1,etp=2"])],
                          ids=["1gpu", "2gpus"])
 def test_equal_to_transformers(gpus, models, ranks, layouts):
     gpus(ranks)
     output = torchrun(SCRIPT, ranks, models, *layouts, gpus=True)
     print("\n".join(line for line in output.splitlines() if line.startswith(("ok ", "time "))))
-    assert output.count("ok ") == len(layouts) * (2 * len(SMALL) + 1)
+    # Log-probs and gradients of the small models, log-probs of the larger one.
+    known = [*SMALL, *SMALL, "qwen3_0_6b"]
+    assert output.count("ok ") == sum(len(families(parse_parallel(words), known)) for words in layouts)

@@ -3,12 +3,14 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from mrl.platform import get_platform
 from mrl.platform.cuda import CudaPlatform
+from tests.torchrun import torchrun
 
 
 def test_auto_is_cpu_without_a_gpu(monkeypatch):
@@ -79,6 +81,10 @@ assert not torch.cuda.is_available()
 from megatron.core.pipeline_parallel import schedules
 assert schedules.torch.zeros(2, device="cuda").device.type == "cpu"
 """
+
+
+def test_gathers_and_sums_of_unequal_parts():
+    torchrun(Path(__file__).with_name("run_unequal.py"), 2)
 
 
 def test_install_leaves_torch_itself_usable():

@@ -14,7 +14,7 @@ from mrl.receiver.mrl_receiver.trace import TraceError
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 from tests.receiver.memory import Hub
 from tests.receiver.senders import Senders, receive, sync
-from tests.receiver.toy import SHAPES, ToyModel, ToyMoe, expect, mixed_plan, tensors, wire_plan
+from tests.receiver.toy import SHAPES, Draft, ToyModel, ToyMoe, expect, mixed_plan, rows, tensors, wire_plan
 
 
 def make(tp: int, kind=ToyModel, wire=None, transport="gloo") -> tuple[Senders, list[Receiver]]:
@@ -87,10 +87,9 @@ def test_staging_holds_only_what_the_loader_still_waits_for(monkeypatch):
 
 
 def test_several_nodes_each_join_their_slices():
-    wire = mixed_plan()
-    wire["buckets"] = [bucket for bucket in wire["buckets"] if bucket["mode"] == "slices"]
-    names = {part[0] for bucket in wire["buckets"] for one in bucket["slices"] for part in one["parts"]}
-    wire |= {"workers": 4, "tensors": {name: wire["tensors"][name] for name in names}}
+    draft = Draft(workers=4, node=2, senders=3)
+    draft.add("slices", ["base", ("flipped", rows(0, 2, 5))], [("flipped", rows(2, 3, 5)), "pair.b"], senders=[0, 2])
+    draft.add("slices", ["pair.a"], [], senders=[2, 0])
 
     class Some(ToyMoe):
         def __init__(self, rank, tp):
@@ -99,7 +98,7 @@ def test_several_nodes_each_join_their_slices():
                 delattr(self, name)
 
     models = [Some(0, 1) for _ in range(4)]
-    senders = Senders(wire)
+    senders = Senders(draft.wire())
     receivers = [Receiver(m, m.load_weights, "run", 0, 1, worker, 4, m.refresh) for worker, m in enumerate(models)]
     for step in (1, 2):
         outcomes = sync(senders, receivers, senders.request(step), tensors(step))

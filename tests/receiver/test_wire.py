@@ -17,6 +17,9 @@ def test_what_a_plan_says():
         == [("base", 0), ("flipped", 12), ("flipped", 22), ("pair.b", 27)]
     assert plan.buckets[1].nbytes == 2 * 22 * 4
     assert list(plan.tensor_kinds)[:4] == ["embed", "norm", "base", "flipped"]
+    own = Plan.from_wire(mixed_plan(), worker=1)
+    assert own.buckets == plan.of_worker(1) and (own.tensor_kinds, own.direct, own.digest) \
+        == (plan.tensor_kinds, plan.direct, plan.digest)
     broadcast = Plan.from_wire(wire_plan())
     assert broadcast.direct == frozenset() and not broadcast.point_to_point and not broadcast.gathers
     assert broadcast.digest != plan.digest
@@ -54,15 +57,16 @@ FIRST = ("buckets", 0, "slices", 0)
     (set_in(*FIRST, "sender", 3), ValueError, "from sender 3; .* 3 senders"),
     (set_in(*FIRST, "numel", 27), ValueError, "27 elements from .* 26 elements"),
     (set_in(*FIRST, "numel", 25), ValueError, "norm of shape .* does not fit its place in bucket 0"),
-    (set_in(*FIRST, "parts", 1, 2, 19), ValueError, "norm of shape .* does not fit its place in bucket 0"),
-    (set_in(*FIRST, "parts", 0, 0, "typo"), ValueError, "typo in bucket 0 is not among"),
+    (set_in("contents", 0, 1, 2, 19), ValueError, "norm of shape .* does not fit its place in bucket 0"),
+    (set_in("contents", 0, 0, 0, 99), IndexError, "out of range"),
+    (set_in("groups", 0, 0, 99), IndexError, "out of range"),
     (set_in("tensors", "more", [3]), ValueError, "more is in no bucket"),
     (set_in("tensors", "norm", [7]), ValueError, "norm of shape"),
-    (set_in("buckets", 1, "slices", 1, "parts", 0, 1, [[1, 2], [0, 5]]), ValueError, "15 of 15 elements, some of them"),
-    (set_in("buckets", 1, "slices", 1, "parts", 0, 1, [[2, 3], [0, 4]]), ValueError, "flipped .* 14 of 15 elements"),
-    (set_in("buckets", 1, "slices", 1, "parts", 0, 1, [[2, 4], [0, 5]]), ValueError, "flipped of .* does not fit"),
+    (set_in("contents", 2, 0, 1, [[1, 2], [0, 5]]), ValueError, "15 of 15 elements, some of them"),
+    (set_in("contents", 2, 0, 1, [[2, 3], [0, 4]]), ValueError, "flipped .* 14 of 15 elements"),
+    (set_in("contents", 2, 0, 1, [[2, 4], [0, 5]]), ValueError, "flipped of .* does not fit"),
     (set_in("buckets", 5, "dtype", "bfloat16"), ValueError, "o goes both as"),
-    (set_in("buckets", 0, "slices", 0, {}), KeyError, "sender"),
+    (set_in("buckets", 0, "slices", 0, {}), KeyError, "contents"),
     (set_in("workers", "two"), TypeError, "not supported between"),
 ])
 def test_a_malformed_plan_is_not_taken(change, error, words):

@@ -128,7 +128,7 @@ def expect(model: ToyModel, values: dict[str, torch.Tensor]) -> None:
 
 @dataclass
 class Draft:
-    """A plan under construction, in wire form."""
+    """A plan under construction; `buckets` have slices with the names of their parts. Every slice has its contents."""
 
     workers: int = 1
     node: int = 1
@@ -153,9 +153,16 @@ class Draft:
         return self
 
     def wire(self) -> dict[str, Any]:
-        names = {part[0]: None for bucket in self.buckets for one in bucket["slices"] for part in one["parts"]}
+        slices = [one for bucket in self.buckets for one in bucket["slices"]]
+        names = list({part[0]: None for one in slices for part in one["parts"]})
+        contents = [[[names.index(name), *rest] for name, *rest in one["parts"]] for one in slices]
+        numbers = iter(range(len(slices)))
+        buckets = [{**bucket, "slices": [
+            {"sender": one["sender"], "numel": one["numel"], "group": 0, "contents": next(numbers)}
+            for one in bucket["slices"]]} for bucket in self.buckets]
         return {"workers": self.workers, "node": self.node, "senders": self.senders,
-                "tensors": {name: list(self.shapes[name]) for name in names}, "buckets": self.buckets}
+                "tensors": {name: list(self.shapes[name]) for name in names}, "groups": [[*range(len(names))]],
+                "contents": contents, "buckets": buckets}
 
 
 def wire_plan(shapes=None, dtype: str = "float32", buckets=(("embed", "q"), ("k",), ("norm",)), workers: int = 1

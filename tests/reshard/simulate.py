@@ -36,13 +36,14 @@ VARIANTS = {
     "qwen2-moe": ("Qwen2MoeForCausalLM", dict(_EXPERTS, num_experts=8, shared_expert_intermediate_size=36)),
     "deepseek-v2": ("DeepseekV2ForCausalLM", dict(_DEEPSEEK, q_lora_rank=None)),
     "deepseek-v3": ("DeepseekV3ForCausalLM", dict(_DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=1)),
-    "deepseek-v3-mtp": ("DeepseekV3ForCausalLM", dict(_DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=1)),
+    "deepseek-v3-mtp": ("DeepseekV3ForCausalLM", dict(
+        _DEEPSEEK, num_hidden_layers=4, q_lora_rank=12, num_nextn_predict_layers=1)),
     "glm4": ("Glm4ForCausalLM", dict(head_dim=10, attention_bias=True, pad_token_id=0)),
     "glm4-moe": ("Glm4MoeForCausalLM", dict(
         _EXPERTS, head_dim=10, attention_bias=True, use_qk_norm=True, n_routed_experts=8, n_shared_experts=1,
         first_k_dense_replace=1, pad_token_id=0)),
     "gpt-oss": ("GptOssForCausalLM", dict(
-        num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3, head_dim=10, attention_bias=True,
+        num_hidden_layers=4, num_local_experts=8, num_experts_per_tok=3, head_dim=10, attention_bias=True,
         pad_token_id=0, rope_parameters=dict(rope_type="yarn", factor=32.0, rope_theta=15e4))),
     "gemma3": ("Gemma3ForCausalLM", dict(head_dim=10, sliding_window=16, pad_token_id=0)),
     "mixtral": ("MixtralForCausalLM", dict(num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3)),
@@ -58,10 +59,11 @@ EXPERT_LAYOUTS = [
     for pp in (1, 2) for tp in (1, 2, 4) for ep in (1, 2, 4) for etp in (1, 2)
 ] + [REPEATED, Layout(pp=2, dp=2, ep=2, first_stage_layers=1)]
 
-CASES = [
-    (variant, layout)
-    for variant, (architecture, _) in VARIANTS.items()
-    for layout in (EXPERT_LAYOUTS if family_of({"architectures": [architecture]}).moe else LAYOUTS)
+# For models with experts and at least four layers, besides these.
+DEEP_EXPERT_LAYOUTS = [
+    *(Layout(tp=tp, pp=2, dp=lcm(tp, ep * etp) // tp, ep=ep, etp=etp, vpp=2)
+      for tp in (1, 2, 4) for ep in (1, 2, 4) for etp in (1, 2)),
+    Layout(tp=2, pp=3, ep=2, first_stage_layers=2), Layout(tp=2, pp=2, etp=2, last_stage_layers=1),
 ]
 
 # Engines of one and of several nodes, with fewer and with more replicas of their own than the trainers have.
@@ -71,6 +73,17 @@ ENGINES = [
     EngineLayout("vllm", count=1, tp=2, dp=2, ep=4),
     EngineLayout("sglang", count=2, tp=4, dp=2, ep=2),
 ]
+
+
+def layouts_of(variant: str) -> list[Layout]:
+    """Those that the variant can be cut into."""
+    architecture, changes = VARIANTS[variant]
+    if not family_of({"architectures": [architecture]}).moe:
+        return LAYOUTS
+    return EXPERT_LAYOUTS + (DEEP_EXPERT_LAYOUTS if changes["num_hidden_layers"] == 4 else [])
+
+
+CASES = [(variant, layout) for variant in VARIANTS for layout in layouts_of(variant)]
 
 Shards = dict[Coord, dict[str, torch.Tensor]]
 

@@ -160,7 +160,7 @@ def test_prediction_layers_are_dropped_or_kept(model_dir, edit):
         load(model_dir("deepseek-v3"), mtp="keep")
 
     def change(tensors):
-        tensors["model.layers.2.shared_head.head.weight"][130, 3] += 1
+        tensors["model.layers.4.shared_head.head.weight"][130, 3] += 1
 
-    with pytest.raises(ValueError, match="model.layers.2.shared_head.head.weight differs from lm_head.weight"):
+    with pytest.raises(ValueError, match="model.layers.4.shared_head.head.weight differs from lm_head.weight"):
         load(edit("deepseek-v3-mtp", change), mtp="keep")

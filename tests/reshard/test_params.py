@@ -276,14 +276,14 @@ def test_stacked_experts_come_from_one_tensor():
 def test_prediction_layers_are_on_the_last_stage_and_share_the_embedding():
     spec, layout = spec_of("deepseek-v3-mtp"), Layout(pp=2)
     first, last = ([(plan.name, plan.pieces[0].hf) for plan in local_params(spec, layout, Coord(pp=stage), False)
-                    if any("layers.2." in piece.hf for piece in plan.pieces)] for stage in range(2))
-    assert first == [("embedding.word_embeddings.weight", "model.layers.2.embed_tokens.weight")]
-    assert ("output_layer.weight", "model.layers.2.shared_head.head.weight") in last
+                    if any("layers.4." in piece.hf for piece in plan.pieces)] for stage in range(2))
+    assert first == [("embedding.word_embeddings.weight", "model.layers.4.embed_tokens.weight")]
+    assert ("output_layer.weight", "model.layers.4.shared_head.head.weight") in last
     inside = "mtp.layers.0.transformer_layer.mlp.router.expert_bias"
-    assert (inside, "model.layers.2.mlp.gate.e_score_correction_bias") in last
+    assert (inside, "model.layers.4.mlp.gate.e_score_correction_bias") in last
     assert duplicates(spec) == {
-        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
     }
     carried = {plan.name for plan in local_params(spec, layout, Coord(pp=1), False) if plan.carried}
     assert carried == {name for name, _ in last} - {"output_layer.weight"}

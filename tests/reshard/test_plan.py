@@ -97,7 +97,8 @@ def test_experts_are_sent_from_their_own_ranks():
     for bucket in (plan.bucket(index) for index in range(len(plan.outline))):
         (one,) = bucket.slices
         for part in one.parts:
-            senders.setdefault((one.sender, one.ranks), set()).add(part.name.partition(".experts.")[2].partition(".")[0])
+            expert = part.name.partition(".experts.")[2].partition(".")[0]
+            senders.setdefault((one.sender, one.ranks), set()).add(expert)
     assert senders == {(0, (0, 1)): {"", "0", "1"}, (2, (2, 3)): {"2", "3"}, (4, (4, 5)): {"4", "5"},
                        (6, (6, 7)): {"6", "7"}}
 
@@ -133,7 +134,8 @@ def test_a_shard_goes_from_its_rank_to_its_worker():
     }
     rest = {part.name for bucket in plan.of_engine(0) if bucket.mode == "slices"
             for one in bucket.slices for part in one.parts}
-    assert rest == {name for name in hf_tensors(spec_of("qwen2")) if "norm" in name or "embed" in name or "head" in name}
+    whole = ("norm", "embed", "head")
+    assert rest == {name for name in hf_tensors(spec_of("qwen2")) if any(word in name for word in whole)}
     assert plan.bytes_by_worker[2] < plan.total_bytes / 2
 
 
@@ -169,9 +171,9 @@ def test_whole_tensors_are_kept_together_in_broadcasts():
 def test_senders_carry_equal_shares(strategy, replicas, engines):
     """Of all ranks: tp 4, and as many replicas of experts as of the rest."""
     layout = Layout(tp=4, dp=4 * replicas, ep=4, etp=4)
-    plan = plan_sync(model_spec({**hf_config("qwen3-moe"), "num_hidden_layers": 12, "num_attention_heads": 8,
-                                 "num_key_value_heads": 8, "moe_intermediate_size": 112}),
-                     layout, EngineLayout(count=engines, tp=4), options(strategy, bucket_bytes=10_000, smallest_bytes=1))
+    spec = model_spec({**hf_config("qwen3-moe"), "num_hidden_layers": 12, "num_attention_heads": 8,
+                       "num_key_value_heads": 8, "moe_intermediate_size": 112})
+    plan = plan_sync(spec, layout, EngineLayout(count=engines, tp=4), options(strategy, 10_000, smallest_bytes=1))
     sent = [plan.bytes_by_sender.get(rank, 0) for rank in range(layout.world)]
     assert max(sent) <= 1.35 * sum(sent) / len(sent), sent
 
@@ -180,7 +182,8 @@ def test_senders_carry_equal_shares(strategy, replicas, engines):
 def test_neighbouring_buckets_have_other_senders_and_workers(strategy):
     engines = EngineLayout(count=2, tp=4, gpus_per_node=2)
     plan = plan_sync(spec_of("qwen3-moe"), Layout(tp=2, dp=8, ep=4), engines, options(strategy, bucket_bytes=4_000))
-    busy = [({one.sender for one in brief.slices if one.nbytes}, {(brief.engines, brief.worker)}) for brief in plan.outline]
+    busy = [({one.sender for one in brief.slices if one.nbytes}, {(brief.engines, brief.worker)})
+            for brief in plan.outline]
     apart = [not a[0] & b[0] and not a[1] & b[1] for a, b in zip(busy, busy[1:])]
     assert sum(apart) > 0.8 * len(apart)
 
@@ -224,13 +227,15 @@ def test_the_wire_form_names_senders_by_their_position():
         wire, senders = json.loads(json.dumps(plan.to_wire(engine))), plan.senders(engine)
         assert (wire["workers"], wire["node"], wire["senders"]) == (2, 2, len(senders))
         assert {name: tuple(shape) for name, shape in wire["tensors"].items()} == hf_tensors(spec_of("qwen2"))
+        names = list(wire["tensors"])
         for entry, bucket in zip(wire["buckets"], plan.of_engine(engine), strict=True):
             assert (entry["index"], entry["dtype"], entry["mode"], entry["worker"], entry["slice_numel"]) == (
                 bucket.index, bucket.dtype, bucket.mode, bucket.worker, bucket.slice_numel)
             for written, one in zip(entry["slices"], bucket.slices, strict=True):
+                group = [names[number] for number in wire["groups"][written["group"]]]
                 assert written["numel"] == one.numel
                 assert not one.numel or senders[written["sender"]] == one.sender
-                assert written["parts"] == [
+                assert [[group[place], *rest] for place, *rest in wire["contents"][written["contents"]]] == [
                     [part.name, None if part.whole else [list(span) for span in part.box], part.offset]
                     for part in one.parts]
 
@@ -279,8 +284,10 @@ bytes = len(plan.outline), plan.lower_bound_s, max(plan.bytes_by_sender.values()
 seconds = time.process_time() - start
 for rank in (0, 4095):
     mine = [bucket for bucket in plan.of_rank(rank)]
-print(json.dumps([seconds, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                  plan.total_bytes, len(mine), plan.bytes_by_sender.get(4095)]))
+gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+wire = json.dumps(plan.to_wire(engines["count"] - 1))
+print(json.dumps([seconds, time.process_time() - start, gib, plan.total_bytes, len(mine),
+                  plan.bytes_by_sender.get(4095), len(wire) / 1e6]))
 """
 
 
@@ -289,11 +296,11 @@ print(json.dumps([seconds, time.process_time() - start, resource.getrusage(resou
     (DEEPSEEK_V3, dict(count=32, tp=32, ep=32)), (MOE_1T, dict(count=32, tp=32)), (MOE_1T, dict(count=128, tp=8)),
 ], ids=["deepseek-v3", "1t-engines-of-32", "1t-engines-of-8"])
 def test_four_thousand_ranks_are_planned_in_seconds(config, engines, strategy):
-    """To 1,024 engine workers. On an idle core a plan takes 0.5 to 1.2 s and 0.1 GiB."""
-    run = subprocess.run([sys.executable, "-c", SCALE, json.dumps([config, strategy, engines])], check=True, timeout=300,
-                         capture_output=True, text=True)
-    planned, with_buckets, gib, total_bytes, buckets, sent = json.loads(run.stdout)
-    assert planned < 20 and with_buckets < 40 and gib < 0.5
+    """To 1,024 engine workers. On an idle core a plan takes 0.3 to 0.8 s, its wire form a second more; 0.1 GiB."""
+    run = subprocess.run([sys.executable, "-c", SCALE, json.dumps([config, strategy, engines])], check=True,
+                         timeout=300, capture_output=True, text=True)
+    planned, with_wire, gib, total_bytes, buckets, sent, wire_mb = json.loads(run.stdout)
+    assert planned < 20 and with_wire < 40 and gib < 0.5 and wire_mb < 12
     assert total_bytes > (2e12 if config is MOE_1T else 1.3e12)
     assert bool(buckets) == bool(sent) == (strategy != "broadcast")  # the last rank has its share
 

@@ -1,4 +1,4 @@
-"""plan → pack → gather → assemble → slices, broadcasts and shards: every worker gets its elements, bit for bit, twice."""
+"""plan → pack → gather → assemble → broadcasts, slices and shards: every worker gets its elements, bit for bit."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.reshard import (EngineLayout, Layout, SyncOptions, direct_views, gather_groups, held_boxes, hf_tensors, model_spec,
-                         pack_views, plan_sync, read_config)
+from mrl.reshard import (
+    EngineLayout, Layout, SyncOptions, direct_views, gather_groups, held_boxes, hf_tensors, model_spec, pack_views,
+    plan_sync, read_config,
+)
 
 from .simulate import CASES, ENGINES, Sync, hf_config, load_everywhere, spec_of
 
@@ -102,7 +104,8 @@ def test_sharded_sends_only_what_a_worker_holds(model_dir):
             assert torch.equal(first[name][:, :half], tensor[:, :half]) and first[name][:, half:].isnan().all()
             assert torch.equal(second[name][:, half:], tensor[:, half:]) and second[name][:, :half].isnan().all()
     sizes = [sum(int((~tensor.isnan()).sum()) for tensor in tensors.values()) * 4 for tensors in (first, second)]
-    passed_on = [sum(bucket.nbytes for bucket in plan.of_engine(0, worker) if bucket.mode == "slices") for worker in (0, 1)]
+    passed_on = [sum(bucket.nbytes for bucket in plan.of_engine(0, worker) if bucket.mode == "slices")
+                 for worker in (0, 1)]
     assert max(plan.bytes_by_worker) < max(sizes) and min(sizes) <= max(plan.bytes_by_worker) + max(passed_on)
 
 

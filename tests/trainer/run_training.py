@@ -22,12 +22,12 @@ RUNS = {
         "chunks": ("llama", dict(parallel={"pp": 2, "vpp": 2}, kl=0.1)),
         "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
         "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
-        "experts": ("qwen2_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True}, kl=0.1,
+        "experts": ("qwen3_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True}, kl=0.1,
                                       dtype="bfloat16", clip_grad=1.0)),
         "latent": ("deepseek_v3", dict(parallel={"pp": 2}, dtype="bfloat16", mtp="keep", weight_decay=0.1)),
     },
     4: {
-        "grid": ("qwen3_moe", dict(parallel={"tp": 2, "pp": 2, "vpp": 2, "etp": 2, "sequence_parallel": True})),
+        "grid": ("qwen2_moe", dict(parallel={"tp": 2, "pp": 2, "vpp": 2, "etp": 2, "sequence_parallel": True})),
         "dealt": ("mixtral", dict(parallel={"ep": 2}, clip_grad=0.01, weight_decay=0.1)),
     },
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 import torch
 from safetensors.torch import load_file
@@ -64,15 +64,15 @@ CONFIGS = {
                                       routed_scaling_factor=1.5, tie_word_embeddings=False, pad_token_id=None),
 }
 EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")
-SEEDS = {"qwen3_moe": 1, "qwen2_moe": 2, "mixtral": 1, "deepseek_v2": 3, "deepseek_v3": 2, "glm4_moe": 4}
-"""Of the random parameters; with these, every token is far from other experts than its own (see `check_margin`)."""
+SEEDS = {"qwen3_moe": 6, "qwen2_moe": 2, "mixtral": 1, "deepseek_v2": 3, "deepseek_v3": 2, "glm4_moe": 4}
+"""Of the random parameters; with these, every token is far from other experts than its own (see `watch_routers`)."""
 MARGIN = 1e-3
 """Relative change of a router's input that may not change any choice: rounding decides nothing."""
 
 
-def families(parallel: dict) -> list[str]:
-    """The families that can be cut like this."""
-    found = list(CONFIGS)
+def families(parallel: dict, known: Iterable[str] = tuple(CONFIGS)) -> list[str]:
+    """Those of the `known` families that can be cut like this."""
+    found = list(known)
     if parallel.get("ep", 1) > 1 or parallel.get("etp", 1) > 1:
         found = [family for family in found if family in EXPERT_FAMILIES]
     if parallel.get("tp", 1) > 1 and not parallel.get("sequence_parallel"):
@@ -115,9 +115,7 @@ def loss_fn(log_probs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, to
 def truth(path: Path, batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """log-probs, entropy, loss and gradients as transformers and autograd give them, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__.endswith("Router"):
-            module.register_forward_hook(check_margin)
+    watch_routers(model)
     log_probs, entropies, total = [], [], torch.zeros(())
     for sample in batch:
         logits = model(sample["tokens"][None]).logits[0, :-1] / TEMPERATURE
@@ -132,8 +130,14 @@ def truth(path: Path, batch: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {"log_probs": log_probs, "entropies": entropies, "loss": total.item(), "gradients": saved_gradients(model)}
 
 
-def check_margin(router: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
-    """Assert, as a hook of a router, that every token is far from other experts than its own."""
+def watch_routers(model: PreTrainedModel) -> None:
+    """From now on, assert in every forward pass that every token is far from other experts than its own."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(_check_margin)
+
+
+def _check_margin(router: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
     chosen = output[-1].sort().values
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -80,7 +80,7 @@ class Receiver:
         anything in not_sharded, and when Refused or TraceError is raised, the old plan stays.
         """
         self._check(request)
-        plan = Plan.from_wire(request.plan)
+        plan = Plan.from_wire(request.plan, self.worker)
         if plan.workers != self.workers:
             raise Refused(f"the plan is for {plan.workers} workers; this engine has {self.workers}")
         if plan.tensor_kinds != self.tensors:

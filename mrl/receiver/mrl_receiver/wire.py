@@ -5,10 +5,12 @@ A version is a pair [attempt, step]. The wire form of a plan, which is one engin
     workers    number of the engine's workers W
     node       workers on one engine node n; W is a multiple of it
     senders    number of trainer ranks that send to this engine; below they are named by their position in that order
-    tensors    {HF name: [shape]} of every tensor
+    tensors    {HF name: [shape]} of every tensor; below they are named by their position in this order
+    groups     lists of tensors
+    contents   what lies in slices, as lists of parts [place, box, offset]; place: of the tensor in the slice's group;
+               box: [[start, stop] a dimension], null for a whole tensor; offset: in elements, from the slice's start
     buckets    in the order they are sent: {"index", "dtype", "mode", "worker", "slice_numel", "slices"}, where slices
-               are {"sender", "numel", "parts"} and parts are [name, box, offset]; box: [[start, stop] a dimension],
-               null for a whole tensor; offset: in elements, from the start of the slice
+               are {"sender", "numel", "group", "contents"}, the last two by position
 
 Slice s of a bucket lies at s * slice_numel of the flat bucket; its `numel` elements travel, nothing at all when 0.
 
@@ -117,22 +119,31 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine's share of a sync plan. `digest` tells plans apart."""
+    """One engine's share of a sync plan, or what one worker has to know of it. `digest` tells plans apart.
+
+    ways: by HF name, in the order in which they are first sent, whether it goes "direct", as shards, or "shared"; and
+    its dtype. buckets: of an engine, or those that reach the worker.
+    """
 
     workers: int
     node: int
     senders: int
     tensors: Mapping[str, Shape]
+    ways: Mapping[str, tuple[str, str]]
     buckets: tuple[Bucket, ...]
     digest: str
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Plan:
-        """Read the wire form. ValueError when it contradicts itself; KeyError or TypeError when it is not one."""
-        shapes = {name: tuple(shape) for name, shape in wire["tensors"].items()}
-        buckets = tuple(_read_bucket(entry, shapes) for entry in wire["buckets"])
+    def from_wire(cls, wire: Mapping[str, Any], worker: Optional[int] = None) -> Plan:
+        """Read the wire form, with `worker` only that one's buckets in full.
+
+        ValueError when it contradicts itself; KeyError, IndexError or TypeError when it is not one.
+        """
+        reader = _Reader(wire)
+        buckets = tuple(bucket for entry in wire["buckets"]
+                        if (bucket := reader.bucket(entry, worker is None or entry["worker"] in (None, worker))))
         digest = hashlib.sha256(json.dumps(wire, sort_keys=True).encode()).hexdigest()
-        plan = cls(wire["workers"], wire["node"], wire["senders"], shapes, buckets, digest)
+        plan = cls(wire["workers"], wire["node"], wire["senders"], reader.shapes, reader.ways, buckets, digest)
         check(plan)
         return plan
 
@@ -143,12 +154,12 @@ class Plan:
     @property
     def tensor_kinds(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """(shape, dtype) of every tensor, in the order in which they are first sent."""
-        return {part.name: (part.shape, bucket.torch_dtype) for bucket in self.buckets for part, _ in bucket.parts}
+        return {name: (self.tensors[name], getattr(torch, dtype)) for name, (_, dtype) in self.ways.items()}
 
     @property
     def direct(self) -> frozenset[str]:
         """Names of the tensors that go as shards, each to the worker that holds it."""
-        return frozenset(part.name for bucket in self.buckets if bucket.mode == "direct" for part, _ in bucket.parts)
+        return frozenset(name for name, (way, _) in self.ways.items() if way == "direct")
 
     @property
     def broadcasters(self) -> tuple[int, ...]:
@@ -159,7 +170,7 @@ class Plan:
     @property
     def point_to_point(self) -> bool:
         """Whether anything goes from one sender to one worker."""
-        return any(bucket.mode != "broadcast" for bucket in self.buckets)
+        return bool(self.direct) or any(bucket.mode != "broadcast" for bucket in self.buckets)
 
     @property
     def gathers(self) -> bool:
@@ -167,17 +178,38 @@ class Plan:
         return self.node > 1 and any(bucket.mode == "slices" for bucket in self.buckets)
 
 
-def _read_bucket(entry: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Bucket:
-    def read_part(name: str, box: Optional[list], offset: int) -> Part:
-        if name not in shapes:
-            raise ValueError(f"{name} in bucket {entry['index']} is not among the plan's tensors")
-        whole = tuple((0, size) for size in shapes[name])
-        return Part(name, shapes[name], whole if box is None else tuple((start, stop) for start, stop in box), offset)
+class _Reader:
+    """Reads buckets off the wire, and notes how every tensor goes."""
 
-    slices = tuple(Slice(one["sender"], one["numel"], tuple(read_part(*part) for part in one["parts"]))
-                   for one in entry["slices"])
-    return Bucket(entry["index"], entry["dtype"], entry["mode"], entry["worker"], entry["slice_numel"], slices)
+    def __init__(self, wire: Mapping[str, Any]):
+        self.shapes = {name: tuple(shape) for name, shape in wire["tensors"].items()}
+        self.ways: dict[str, tuple[str, str]] = {}
+        self.groups: list[list[int]] = wire["groups"]
+        self.contents: list[list] = wire["contents"]
+        self.names = list(self.shapes)
 
+    def bucket(self, entry: Mapping[str, Any], wanted: bool) -> Optional[Bucket]:
+        """One bucket; None, and only its tensors' names are read, where it is not `wanted`."""
+        way = ("direct" if entry["mode"] == "direct" else "shared", entry["dtype"])
+        for one in entry["slices"]:
+            for place, *_ in self.contents[one["contents"]]:
+                name = self._name(one["group"], place)
+                if self.ways.setdefault(name, way) != way:
+                    raise ValueError(f"{name} goes both as {self.ways[name]} and as {way} in bucket {entry['index']}")
+        if not wanted:
+            return None
+        slices = tuple(Slice(one["sender"], one["numel"], tuple(
+            self._part(one["group"], *part) for part in self.contents[one["contents"]])) for one in entry["slices"])
+        return Bucket(entry["index"], entry["dtype"], entry["mode"], entry["worker"], entry["slice_numel"], slices)
+
+    def _name(self, group: int, place: int) -> str:
+        return self.names[self.groups[group][place]]
+
+    def _part(self, group: int, place: int, box: Optional[list], offset: int) -> Part:
+        name = self._name(group, place)
+        shape = self.shapes[name]
+        sides = ((0, size) for size in shape) if box is None else ((start, stop) for start, stop in box)
+        return Part(name, shape, tuple(sides), offset)
 
 
 def check(plan: Plan) -> None:
@@ -187,20 +219,15 @@ def check(plan: Plan) -> None:
     indices = [bucket.index for bucket in plan.buckets]
     if not indices or indices != sorted(set(indices)):
         raise ValueError(f"the buckets' indices must rise and be there; they are {indices[:20]}")
-    found: dict[str, tuple[str, str]] = {}
-    shared: dict[str, list[Part]] = {name: [] for name in plan.tensors}
+    shared: dict[str, list[Part]] = {name: [] for name, (way, _) in plan.ways.items() if way == "shared"}
     for bucket in plan.buckets:
         _check_bucket(plan, bucket)
-        way = ("direct" if bucket.mode == "direct" else "shared", bucket.dtype)
-        for part, _ in bucket.parts:
-            if found.setdefault(part.name, way) != way:
-                raise ValueError(f"{part.name} goes both as {found[part.name]} and as {way} in bucket {bucket.index}")
-            if bucket.mode != "direct":
-                shared[part.name].append(part)
+        for part, _ in bucket.parts if bucket.mode != "direct" else ():
+            shared[part.name].append(part)
     for name, shape in plan.tensors.items():
-        if name not in found:
+        if name not in plan.ways:
             raise ValueError(f"{name} is in no bucket")
-        if found[name][0] == "shared":
+        if name in shared:
             _check_cover(name, shape, shared[name])
 
 
