@@ -1,4 +1,4 @@
-"""Which arguments of an engine's server are mrl's own, so that rollout.args may not give them. Imports nothing heavy."""
+"""Arguments of an engine's server that are mrl's own, so that rollout.args may not give them. Imports nothing heavy."""
 from __future__ import annotations
 
 from typing import Mapping, Optional

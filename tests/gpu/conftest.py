@@ -1,4 +1,4 @@
-"""Tests of this folder need GPUs: `gpus(n)` skips where there are fewer. Engines: $MRL_HOME/{vllm,sglang}/bin/python."""
+"""Tests of this folder need GPUs: `gpus(n)` skips where there are fewer. Engines: $MRL_HOME/{vllm,sglang}."""
 import pytest
 
 from mrl.preflight import count_gpus

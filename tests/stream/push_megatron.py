@@ -1,7 +1,7 @@
 """Run by torchrun: a real Megatron gang pushes to an engine, and both say what they think of its tokens.
 
-Arguments: experiment.json, Ray address, name of the engine's actor, first step. Prints DIFFERENCE and the largest one of
-the log-probs, per push.
+Arguments: experiment.json, Ray address, name of the engine's actor, first step. Prints DIFFERENCE and the largest one
+of the log-probs, per push.
 """
 import sys
 from pathlib import Path

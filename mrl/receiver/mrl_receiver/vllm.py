@@ -69,8 +69,8 @@ def require_plain_experts(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in PLAIN_EXPERTS:
-            raise RuntimeError(f"{name}: vLLM's MoE backend {backend.name} rearranges experts' weights after loading, so "
-                               "that a sync cannot reach them; add '--moe-backend=triton' to rollout.args")
+            raise RuntimeError(f"{name}: vLLM's MoE backend {backend.name} rearranges experts' weights after loading, "
+                               "so that a sync cannot reach them; add '--moe-backend=triton' to rollout.args")
 
 
 def absorbing_attention(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
