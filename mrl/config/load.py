@@ -93,6 +93,7 @@ def absolute_paths(experiment: Kind) -> Kind:
         "reward.function": _absolute_function,
         "rollout.python": lambda value: _absolute(value) if "/" in value else value,
         "log.dir": _absolute,
+        "sync.disk_dir": _absolute,
     }
     known = all_keys(type(experiment))
     for key, rule in rules.items():

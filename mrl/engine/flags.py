@@ -25,6 +25,7 @@ _COMMON = {
     "--nnodes": _ONE_MACHINE,
     "--config": "a file could set any of mrl's own arguments",
 }
+_EXPERTS_STAY = "a sync writes experts where they were when the engine started"
 _LENGTH = "it comes from data.max_prompt_tokens and rollout.sampling.max_response_tokens"
 
 OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
@@ -35,6 +36,8 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--max-model-len": _LENGTH,
         "--uds": _HOST_AND_PORT,
         "--root-path": _HOST_AND_PORT,
+        "--enable-eplb": _EXPERTS_STAY,
+        "--eplb-config": _EXPERTS_STAY,
         "-q": _AS_SENT,
         "--worker-cls": "weights are received by mrl's worker extension",
         "--worker-extension-cls": "weights are received by mrl's worker extension",
@@ -51,6 +54,9 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--random-seed": "it comes from seed",
         "--context-length": _LENGTH,
         "--fastapi-root-path": _HOST_AND_PORT,
+        "--enable-eplb": _EXPERTS_STAY,
+        "--init-expert-location": _EXPERTS_STAY,
+        "--ep-num-redundant-experts": _EXPERTS_STAY,
         "--tokenizer-worker-num": "workers are called through the one server process",
         "--admin-api-key": _NO_KEY,
         "--custom-weight-loader": "weights are received by mrl's plugin",

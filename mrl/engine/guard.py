@@ -70,22 +70,36 @@ def reap(codes: dict[int, int]) -> bool:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def shared_memory(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped: engines that are killed leave them behind."""
-    found: set[str] = set()
-    for pid in pids:
+def shared_memory(pids: list[int], since: float) -> set[str]:
+    """Shared memory that these processes have mapped and made: engines that are killed leave it behind.
+
+    Made: right in /dev/shm, by our user, after the time `since`, and mapped by nobody else. A user's own files may
+    lie in /dev/shm too.
+    """
+    family, ours, others = set(pids), set(), set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/maps") as file:
-                found.update(re.findall(r"^.* (/dev/shm/\S+)$", file.read(), re.MULTILINE))  # not "(deleted)" ones
-        except OSError:  # it has just ended
+            with open(f"/proc/{entry}/maps") as file:
+                mapped = re.findall(r"^.* (/dev/shm/[^/\s]+)$", file.read(), re.MULTILINE)  # not "(deleted)" ones
+        except OSError:  # it has just ended, or is another user's
             continue
-    return found
+        (ours if int(entry) in family else others).update(mapped)
+    return {path for path in ours - others if _made_by_us(path, since)}
 
 
-def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
-    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; their shared memory."""
+def _made_by_us(path: str, since: float) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and min(status.st_ctime, status.st_mtime) >= since
+
+
+def end_descendants(grace_s: float, codes: dict[int, int], since: float) -> None:
+    """SIGTERM, and SIGKILL once `grace_s` seconds have passed, until no descendant is left; their shared memory
+    made after the time `since`."""
     deadline = time.monotonic() + grace_s
-    left_behind = shared_memory(descendants(os.getpid()))
+    left_behind = shared_memory(descendants(os.getpid()), since)
     signal_all(signal.SIGTERM)
     while reap(codes):
         time.sleep(REAP_POLL_S)
@@ -94,7 +108,7 @@ def end_descendants(grace_s: float, codes: dict[int, int]) -> None:
     for path in left_behind:
         try:
             os.unlink(path)
-        except FileNotFoundError:
+        except OSError:  # somebody was faster
             pass
 
 
@@ -106,6 +120,7 @@ def guard_this_process(grace_s: float) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    since = time.time()
     passed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     # Blocked, and taken by sigwait: a handler would not run if its signal came just before a wait for the child.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
@@ -125,12 +140,12 @@ def guard_this_process(grace_s: float) -> None:
             os.kill(child, number)
         reap(codes)
     code = codes[child]
-    end_descendants(grace_s, codes)
+    end_descendants(grace_s, codes, since)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def main(pipe: int, grace_s: float, command: list[str]) -> int:
-    parent = os.getppid()
+    parent, since = os.getppid(), time.time()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -148,7 +163,7 @@ def main(pipe: int, grace_s: float, command: list[str]) -> int:
         stopping = stopping or pipe in ready or os.getppid() != parent
         reap(codes)
 
-    end_descendants(grace_s, codes)
+    end_descendants(grace_s, codes, since)
     code = codes.get(child, -signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

@@ -53,13 +53,13 @@ class ProcessTree:
 
     def stop(self) -> int:
         """End everything, gently first; returns the command's exit code. Takes at most a little over `grace_s`."""
-        if self._write_end is not None:
+        write_end, self._write_end = self._write_end, None  # taken at once: another thread may stop it too
+        if write_end is not None:
             try:
-                os.write(self._write_end, b"stop")  # closing is not enough: a forked copy of us may hold the pipe too
+                os.write(write_end, b"stop")  # closing is not enough: a forked copy of us may hold the pipe too
             except BrokenPipeError:
                 pass
-            os.close(self._write_end)
-            self._write_end = None
+            os.close(write_end)
         return self._guard.wait()
 
     def tail(self, lines: int = 40) -> str:

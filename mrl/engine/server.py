@@ -28,6 +28,8 @@ LOADED_VERSION = Version(0, 0)
 SUPERVISE_POLL_S = 0.2
 RPC_MARGIN_S = 20.0
 """How long after a sync's deadline a worker may answer. It gives up at the deadline itself, so a later one hangs."""
+DRAIN_SHARE = 0.4
+"""Share of a sync's time that requests in flight may take to finish. Senders wait a little longer for an engine."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 """Pause before an engine's first restart, doubled before each further one up to the most."""
@@ -108,7 +110,7 @@ class EngineServer:
                 prepared, proven = await self._trace(request, deadline)
                 if prepared.not_sharded or proven:
                     return prepared
-                await self._close_and_drain(request, version, deadline)
+                await self._close_and_drain(request, version)
                 self._version = None
                 return _prepared(await self._workers("mrl_prove", replace(request, plan={}), deadline))
             except Exception as error:
@@ -126,7 +128,7 @@ class EngineServer:
             self._admit(request, version)
             if self._plan is None:
                 raise SyncError(f"engine {self._index} has been given no plan")
-            drained = await self._close_and_drain(request, version, deadline)
+            drained = await self._close_and_drain(request, version)
             self._version, self._floor = None, version
             try:
                 result = await self._transfer(request, drained, deadline)
@@ -229,13 +231,13 @@ class EngineServer:
             held = f"serves {self._version}" if self._version else f"was promised {self._floor}"
             raise SyncError(f"version {version} is refused: engine {self._index} {held} and takes only newer ones")
 
-    async def _close_and_drain(self, request: SyncRequest, version: Version, deadline: float) -> float:
+    async def _close_and_drain(self, request: SyncRequest, version: Version) -> float:
         """Close the gate and let requests in flight finish. Returns the seconds it took. SyncError: as before."""
         opened, self._state = self._state, "dirty"
         self._why_closed = f"it is receiving version {version}"
         began = time.monotonic()
         try:
-            await self._drain(deadline)
+            await self._drain(began + DRAIN_SHARE * request.deadline_s)
         except Exception as error:
             if self._incarnation == request.incarnation and self._state == "dirty":
                 self._state, self._why_closed = opened, f"version {version} was refused: {error}"
@@ -245,7 +247,8 @@ class EngineServer:
     async def _drain(self, deadline: float) -> None:
         while self._in_flight:
             if (left := deadline - time.monotonic()) <= 0:
-                raise SyncError(f"{len(self._in_flight)} requests were still in flight at the sync's deadline")
+                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no longer for them: raise "
+                                "sync.timeout_s")
             await asyncio.wait(set(self._in_flight), timeout=left)
             await asyncio.sleep(0)  # let their callers take the answers
 
@@ -312,9 +315,12 @@ class EngineServer:
                 await asyncio.sleep(SUPERVISE_POLL_S)
             why = self._gone or f"engine {self._index} (incarnation {self._incarnation}) has died"
             self._state, self._version, self._why_closed = "starting", None, why
-            await self._server.stop()
-            error = (f"{why}; its server ended with exit code {self._server.exit_code()}; the end of "
-                     f"{self._log_path}:\n{self._server.log_tail()}")
+            try:
+                await self._server.stop()
+                error = (f"{why}; its server ended with exit code {self._server.exit_code()}; the end of "
+                         f"{self._log_path}:\n{self._server.log_tail()}")
+            except Exception as failure:
+                error = f"{why}; and its end could not be followed: {type(failure).__name__} {failure}"
             while True:
                 logger.error("%s", error)
                 if self._restarts >= limit:

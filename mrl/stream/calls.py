@@ -96,6 +96,8 @@ class EngineCalls:
                 push.errors[index] = None
                 self.known[index].syncs += 1
                 self.known[index].held = push.number
+                if lost(index):  # a sender that has given up its end cannot send over this link again
+                    self.known[index].link = None
             except Exception as error:
                 self._failed(push, index, "; ".join(dict.fromkeys([words(error), *lost(index)])))
 

@@ -13,8 +13,11 @@ from mrl.receiver.mrl_receiver.links import Label, finish_stream
 from mrl.receiver.mrl_receiver.wire import sums_key
 from mrl.stream.delta import Bases
 from mrl.stream.gather import Gatherer, Share
-from mrl.stream.links import Links, Seat, Target, Transfer
+from mrl.stream.links import START_SHARE, Links, Seat, Target, Transfer
 from mrl.stream.report import Sent
+
+STALL_SHARE = 0.25
+"""Share of a sync's time that an engine may take for one slice. What is left then is for the others."""
 
 
 def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target], timeout_s: float,
@@ -77,7 +80,7 @@ class _SenderThread(threading.Thread):
                 self.free.release()
 
     def _send_all(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        self.began = time.monotonic()
         self.links.begin(self.targets, self.seats, self.timeout_s)
         under_way: deque[list[Transfer]] = deque()
         engines: tuple[int, ...] = ()
@@ -87,40 +90,47 @@ class _SenderThread(threading.Thread):
             # On one link transfers queue up. Over several they would share this NIC, and a worker, which receives one
             # bucket at a time, would take each at a part of the speed while other senders had nothing to do.
             while under_way and share.engines != engines:
-                self._finish(under_way.popleft(), deadline)
+                self._finish(under_way.popleft())
             engines = share.engines
-            under_way.append(self._start(number, share, deadline))
+            under_way.append(self._start(number, share))
             if len(under_way) == self.slots:  # with fewer, the gather still has a slot to fill
-                self._finish(under_way.popleft(), deadline)
+                self._finish(under_way.popleft())
             self.sent.send_s += time.monotonic() - began
         began = time.monotonic()
         while under_way:
-            self._finish(under_way.popleft(), deadline)
+            self._finish(under_way.popleft())
         self._leave_sums()
         self.sent.send_s += time.monotonic() - began
 
-    def _start(self, number: int, share: Share, deadline: float) -> list[Transfer]:
+    def _patience(self) -> float:
+        """Until when an engine may take what it is sent now.
+
+        Another sender may still wait for an engine that has not joined, and keep the one that we send to waiting.
+        """
+        joined = self.began + START_SHARE * self.timeout_s
+        return min(self.began + self.timeout_s, max(time.monotonic(), joined) + STALL_SHARE * self.timeout_s)
+
+    def _start(self, number: int, share: Share) -> list[Transfer]:
         engines = [engine for engine in share.engines if engine in self.engines]
         label = Label(f"{self.prefix}/{self.links.rank}/{number}", share.parts)
         verifying = [engine for engine in engines if self.engines[engine].request.verify]
         if self.bases is not None:
             if verifying:
                 self._sum(share, verifying)  # a delta takes the slice's place
-            return self._start_message(number, share, engines, deadline, label)
-        transfers = self.links.start(engines, share.flat, share.workers, deadline, label)
+            return self._start_message(number, share, engines, label)
+        transfers = self.links.start(engines, share.flat, share.workers, self._patience(), label)
         self._count(transfers, share.flat.nbytes, share)
         if verifying:
             self._sum(share, verifying)  # while the bytes are under way
         return transfers
 
-    def _start_message(self, number: int, share: Share, engines: list[int], deadline: float, label: Label
-                       ) -> list[Transfer]:
+    def _start_message(self, number: int, share: Share, engines: list[int], label: Label) -> list[Transfer]:
         held = [self.engines[engine].request.base for engine in engines]
         header, payload = self.bases.message(number, share, self.push, held)
-        transfers = self.links.start(engines, header, share.workers, deadline, label)
+        transfers = self.links.start(engines, header, share.workers, self._patience(), label)
         self._count(transfers, header.nbytes + payload.nbytes, share)
         if payload.numel():
-            transfers += self.links.start(engines, payload, share.workers, deadline, label)
+            transfers += self.links.start(engines, payload, share.workers, self._patience(), label)
         return transfers
 
     def _count(self, transfers: list[Transfer], nbytes: int, share: Share) -> None:
@@ -132,8 +142,8 @@ class _SenderThread(threading.Thread):
         for engine in engines:
             self.sums.setdefault(engine, Sums()).add(share, sums)
 
-    def _finish(self, transfers: list[Transfer], deadline: float) -> None:
-        self.links.finish(transfers, deadline)
+    def _finish(self, transfers: list[Transfer]) -> None:
+        self.links.finish(transfers, self._patience())
         self.free.release()
 
     def _leave_sums(self) -> None:

@@ -1,6 +1,8 @@
 """From an experiment to its sync plan: what `mrl check` shows is what the trainer ranks do. Needs no torch."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mrl.config.schema import Experiment
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
@@ -21,7 +23,8 @@ def plan_of(
     options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
                           dtype=experiment.model.dtype, not_sharded=not_sharded)
     network = Network(gpus_per_node=cluster.gpus_per_node, nic_gb_s=cluster.nic_gb_s, nvlink_gb_s=cluster.nvlink_gb_s)
-    return plan_sync(spec, layout, engines, options, network)
+    # Engines do not load the layers that predict further tokens.
+    return plan_sync(replace(spec, mtp_layers=0), layout, engines, options, network)
 
 
 def _strategy(experiment: Experiment) -> str:

@@ -56,7 +56,7 @@ def ended(mark: str) -> bool:
 
 
 def test_its_exit_code_is_passed_on_and_orphans_end(program, tmp_path):
-    assert program("exit").wait(10) == 7
+    assert program("exit").wait(60) == 7
     assert ended(str(tmp_path))
 
 
@@ -64,7 +64,7 @@ def test_its_exit_code_is_passed_on_and_orphans_end(program, tmp_path):
 def test_signals_are_passed_on(program, tmp_path, number, code):
     process = program("stay")
     process.send_signal(number)
-    assert process.wait(10) == code
+    assert process.wait(60) == code
     assert ended(str(tmp_path))
 
 
@@ -73,5 +73,5 @@ def test_the_guarded_process_is_killed(program, tmp_path):
     assert len(marked(str(tmp_path))) == 3
     child, = psutil.Process(process.pid).children()[:1]
     child.kill()
-    assert process.wait(10) == 137
+    assert process.wait(60) == 137
     assert ended(str(tmp_path))

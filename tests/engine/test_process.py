@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -69,23 +70,37 @@ def test_shared_memory_is_not_left_behind(tmp_path):
     assert not shared.exists()
 
 
+def test_files_in_shared_memory_that_others_made_stay(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, tempfile.NamedTemporaryFile(dir="/dev/shm") as older:
+        paths = [Path(older.name), Path(folder) / "model"]
+        older.truncate(4096)
+        time.sleep(0.1)
+        hold = ("import mmap, os, sys, time; "
+                "files = [open(path, 'ab+') for path in sys.argv[1:]]; files[1].truncate(4096); "
+                "memory = [mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ) for file in files]; "
+                "print(os.getpid(), 0, flush=True); time.sleep(600)")
+        with ProcessTree([sys.executable, "-c", hold, *map(str, paths)], tmp_path / "log", grace_s=0.3):
+            pids_in(tmp_path / "log")
+        assert [path.exists() for path in paths] == [True, True]
+
+
 def test_descendants_end_with_the_command(tmp_path):
     with ProcessTree(family(0.1), tmp_path / "log", grace_s=0.2) as tree:
         pids = pids_in(tmp_path / "log")
-        assert tree.wait(10) == 0
+        assert tree.wait(60) == 0
         assert not any(alive(pid) for pid in pids)
 
 
 def test_descendants_end_when_the_parent_is_killed(tmp_path):
     script = (f"from mrl.engine.process import ProcessTree; import os, time\n"
               f"tree = ProcessTree({family(600)!r}, {str(tmp_path / 'log')!r}, grace_s=0.2)\n"
-              f"if os.fork() == 0: time.sleep(8); os._exit(0)  # a forked copy that holds the pipe open\n"
+              f"if os.fork() == 0: time.sleep(60); os._exit(0)  # a forked copy that holds the pipe open\n"
               f"time.sleep(600)")
     parent = subprocess.Popen([sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=os.getcwd()))
     pids = pids_in(tmp_path / "log")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert wait_gone(pids, timeout_s=6)
+    assert wait_gone(pids, timeout_s=30)
 
 
 def test_a_killed_guard_takes_the_command_along(tmp_path):
@@ -93,7 +108,7 @@ def test_a_killed_guard_takes_the_command_along(tmp_path):
                        tmp_path / "log")
     command = pids_in(tmp_path / "log")[0]
     os.kill(tree.pid, signal.SIGKILL)
-    tree.wait(10)
+    tree.wait(60)
     assert wait_gone([command])
 
 
@@ -101,12 +116,12 @@ def test_exit_code_and_tail_of_this_start_only(tmp_path):
     log = tmp_path / "deep" / "log"
     for word in ("first", "second"):
         with ProcessTree([sys.executable, "-c", f"print('{word}'); raise SystemExit(7)"], log) as tree:
-            assert tree.wait(10) == 7
+            assert tree.wait(60) == 7
             assert tree.tail() == word
     assert log.read_text() == "first\nsecond\n"
 
 
 def test_a_command_that_does_not_exist(tmp_path):
     with ProcessTree(["/nonexistent/program"], tmp_path / "log") as tree:
-        assert tree.wait(10) == 127
+        assert tree.wait(60) == 127
         assert "/nonexistent/program" in tree.tail()

@@ -143,12 +143,12 @@ def test_a_link_that_the_receiver_has_given_up_is_not_waited_for():
     began = time.monotonic()
     with pytest.raises(LinkError, match="link/0 is gone; the next push builds another"):
         receivers[0].receive(senders.request(2))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_a_silent_sender_runs_into_the_deadline():
     senders, receivers = make(1)
-    request = senders.request(1, deadline_s=1.5)
+    request = senders.request(1, deadline_s=5)
     threads, outcomes = receive(receivers, request)
     senders.connect(request)
     threads[0].join(10)
@@ -157,7 +157,7 @@ def test_a_silent_sender_runs_into_the_deadline():
 
 def test_checksums_that_do_not_come_leave_it_dirty(monkeypatch):
     senders, receivers = make(1)
-    request = senders.request(1, deadline_s=1.5, verify=True)
+    request = senders.request(1, deadline_s=5, verify=True)
     threads, outcomes = receive(receivers, request)
     senders.send(replace(request, verify=False), tensors(1))
     threads[0].join(10)
@@ -196,7 +196,7 @@ def test_a_failing_receiver_leaves_no_thread_behind(monkeypatch, kind, wire):
         for thread in threads:
             thread.join(10)
     assert isinstance(outcomes[0], ZeroDivisionError), outcomes
-    assert time.monotonic() - began < 5, "only the deadline ended it"
+    assert time.monotonic() - began < 10, "only the deadline ended it"
     assert not [thread for thread in threading.enumerate() if thread.name == "mrl-receive"]
     senders.hang_up()
     sync(senders, receivers, senders.request(2), tensors(2))

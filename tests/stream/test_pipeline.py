@@ -139,9 +139,9 @@ def test_engines_that_refuse_or_never_come_are_left_out(model):
     sender = Sender(model, [target(0), target(1, connect=True), target(2, connect=True)], {0: good})
     sender.links.store.set(failed_key("link/1"), "1")
     began = time.monotonic()
-    sent = sender.stream(timeout_s=1.0)
-    assert 0.5 <= time.monotonic() - began < 2
-    assert sent.errors == {1: "the engine refused the sync", 2: "the engine was not ready within 0.5 s"}
+    sent = sender.stream(timeout_s=4.0)
+    assert 2 <= time.monotonic() - began < 20
+    assert sent.errors == {1: "the engine refused the sync", 2: "the engine was not ready within 2 s"}
     assert len(good.received) == len(sender.plan.outline)
 
 

@@ -85,12 +85,11 @@ def test_log_probs_have_the_temperature_applied(bench, pushing):
 
 
 def test_scrambled_weights_show_so_that_the_checks_above_mean_something(bench, pushing):
-    _, tensors = push(bench, pushing)
+    push(bench, pushing)
     bench.call("workers", "mrl_scramble", "1")
     sampled = bench.call("generate", replace(REQUEST, prompt_ids=[9, 8, 7, 6]))  # a prompt no cache has seen
     push(bench, pushing)
     assert sampled.log_probs != bench.call("generate", replace(REQUEST, prompt_ids=[9, 8, 7, 6])).log_probs
-    assert tensors.keys()
 
 
 def test_the_prefix_cache_does_not_survive_a_sync(bench, pushing):
@@ -163,7 +162,7 @@ def test_a_sender_killed_half_way_leaves_it_refusing_until_the_next_full_sync(be
     step, config = bench.next_step(), tmp_path / "experiment.json"
     config.write_text(bench.experiment.model_copy(update={"sync": pushing[1].settings}).model_dump_json())
     sender = subprocess.run([sys.executable, "-m", "tests.stream.dying_sender", config, bench.ray_address, bench.name,
-                             str(step), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+                             str(step), str(count)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert sender.returncode == -9, sender.stderr
     began = time.monotonic()
     while "not received whole" not in (why := refusal(bench)):
@@ -234,7 +233,7 @@ def test_a_killed_engine_comes_back_dirty_and_is_pushed_to_again(bench, pushing)
     outcomes = set()
     for reference in in_flight:
         try:
-            ray.get(reference, timeout=60)
+            ray.get(reference, timeout=300)
             outcomes.add("answered")
         except Exception as error:
             outcomes.add(type(error.cause if hasattr(error, "cause") else error).__name__)

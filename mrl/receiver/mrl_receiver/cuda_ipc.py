@@ -93,7 +93,7 @@ class CudaIpcTransport:
         """Copy what a sender's message tells of into `flat`, and say when it is done."""
         mapped = self.peers[peer].mapped
         for storage in message["gone"]:
-            del mapped[storage]
+            mapped.pop(storage, None)
         if message["nbytes"] != flat.nbytes:
             raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {flat.nbytes}")
         try:

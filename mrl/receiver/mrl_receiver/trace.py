@@ -75,8 +75,8 @@ def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Modu
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"the engine's loader refuses {recorder.current} of shape "
-                         f"{list(tensors[recorder.current][0])}: {type(error).__name__}: {error}") from error
+        given = f"{recorder.current} of shape {list(tensors[recorder.current][0])}" if recorder.current else "the plan"
+        raise TraceError(f"the engine's loader refuses {given}: {type(error).__name__}: {error}") from error
     return recorder.result()
 
 
