@@ -105,6 +105,16 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
     assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
+def test_check_shows_that_each_worker_has_a_sender_of_its_own(invoke, experiment_file):
+    result = invoke("check", experiment_file, "trainer.parallel.pp=2", "loop.mode=colocated_sync", "cluster.gpus=4",
+                    "cluster.trainer_gpus=null", "cluster.rollout_gpus=null", "rollout.parallel.tp=2",
+                    "cluster.device=cuda", "sync.transport=cuda_ipc", "rollout.args=[--gpu-memory-utilization=0.3]")
+    assert result.exit_code == 0, result.output
+    assert row(result.output, "strategy")[1].startswith("multi_sender (auto); predicted: multi_sender 0.00")
+    assert row(result.output, "links")[1] == "2: 2 sender(s) to each engine's 2 worker(s)"
+    assert " by 4 of 4 rank(s)" in row(result.output, "bytes sent")[1]
+
+
 def test_check_shows_chunks_and_experts(invoke, experiment_file, folder):
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["Qwen3MoeForCausalLM"],
