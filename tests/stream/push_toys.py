@@ -2,9 +2,9 @@
 
 Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node,
 tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta, "transport": "gloo", or "cuda_ipc" for
-engines on the ranks' own GPUs, all workers together as many as ranks; then TCP stands in for the GPUs. Prints CASE and a JSON object for
-every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned as soon as it may
-be used again.
+engines on the ranks' own GPUs, all workers together as many as ranks; then TCP stands in for the GPUs}. Prints CASE and
+a JSON object for every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned
+as soon as it may be used again.
 """
 import json
 import sys
