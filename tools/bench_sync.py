@@ -156,6 +156,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.vllm_transfer and ((options.engine, options.device) != ("vllm", "cuda") or colocated(options)):
         parser.error("--vllm-transfer needs --engine vllm and GPUs of its own")
+    if colocated(options) and options.strategy not in ("auto", "multi_sender"):
+        parser.error("--transport cuda_ipc has one strategy: --strategy multi_sender")
 
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

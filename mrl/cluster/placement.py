@@ -45,6 +45,13 @@ def assign(experiment: Experiment, visible: Sequence[str] | None, trainers: bool
     return Placement(tuple(names[:ranks]), tuple(tuple(names[start:start + tp]) for start in starts))
 
 
+def ranks_beside(experiment: Experiment) -> tuple[tuple[int, ...], ...]:
+    """By engine and worker, the trainer rank on the same GPU, in a mode in which they share GPUs."""
+    placement = assign(experiment, visible=None)
+    ranks = {device: rank for rank, device in enumerate(placement.trainers)}
+    return tuple(tuple(ranks[device] for device in workers) for workers in placement.engines)
+
+
 def with_device(experiment: Experiment) -> Experiment:
     """The experiment with `cluster.device: auto` decided for this machine."""
     if experiment.cluster.device != "auto":

@@ -226,6 +226,14 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
         yield Problem("sync.transport", "cuda_ipc", "gloo or nccl: cuda_ipc copies within one GPU, and trainers and "
                       f"engines share none with cluster.device {device} and loop.mode {exp.loop.mode}",
                       "use auto, or loop.mode: colocated_sync on cuda")
+    if transport == "cuda_ipc" and exp.sync.strategy not in ("auto", "multi_sender"):
+        yield Problem("sync.strategy", exp.sync.strategy, "multi_sender with sync.transport cuda_ipc: a worker can "
+                      "receive only from the trainer rank on its own GPU", "use auto, or another sync.transport")
+    if transport == "cuda_ipc" and exp.cluster.gpus_per_node % exp.rollout.parallel.tp:
+        yield Problem("cluster.gpus_per_node", str(exp.cluster.gpus_per_node),
+                      f"a multiple of rollout.parallel.tp ({exp.rollout.parallel.tp}) with sync.transport cuda_ipc: an "
+                      "engine's workers join what each received, inside one machine",
+                      "change one of them, or use another sync.transport")
     if exp.sync.delta and transport == "disk":
         yield Problem("sync.delta", "true", "false: with sync.transport disk, files hold whole tensors",
                       "set sync.delta: false, or another transport")

@@ -7,6 +7,8 @@ With B(x) the bytes that x sends or takes in one sync, and NIC and NVLINK the ba
     gather    max over ranks    B(rank from the others of its gather group) / NVLINK, or NIC where a group spans nodes
     pass on   max over workers  B(worker from the others of its node) / NVLINK
 
+Where workers share their senders' GPUs, sending and receiving is a copy inside a GPU and counts for nothing.
+
 All four go on at once, so that the largest is the bound. Expected is more: every message costs the latency, the
 pipeline has to fill with a bucket that is gathered and to drain with one that is passed on, and the broadcasts of
 several engines leave through the one sender whose turn it is.
@@ -23,7 +25,8 @@ def lower_bound_s(schedule: Schedule, network: Network) -> float:
     """Seconds that no execution can beat."""
     totals = schedule.totals
     nic, nvlink = network.nic_gb_s * _GB, network.nvlink_gb_s * _GB
-    return float(max(totals.sent.max() / nic, totals.received.max() / nic,
+    to_engines = 0.0 if schedule.within_gpus else max(totals.sent.max(), totals.received.max()) / nic
+    return float(max(to_engines,
                totals.gathered.max() / (nvlink if _gathers_inside_nodes(schedule, network) else nic),
                totals.passed_on.max() / nvlink))
 
@@ -42,5 +45,7 @@ def predicted_s(schedule: Schedule, network: Network) -> float:
 
 
 def _gathers_inside_nodes(schedule: Schedule, network: Network) -> bool:
-    """Whether every gather group stays on one trainer node."""
+    """Whether every gather group, with the ranks that send for it, stays on one trainer node."""
+    if schedule.within_gpus:  # a sender may be on any stage
+        return schedule.groups[0].layout.world <= network.gpus_per_node
     return all(network.gpus_per_node % group.size == 0 for group in schedule.groups)

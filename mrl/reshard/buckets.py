@@ -55,10 +55,10 @@ class Contribution:
 class Slice:
     """What one rank sends at once: parts one behind the other, `numel` elements.
 
-    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them. Rank `ranks[m]`
-    packs the pieces of `shards[m]` in that order, each row-major over `piece.shape`, without gaps; the packed lengths
-    may differ, and be 0. With one rank there is nothing to gather. A slice with no elements is neither gathered nor
-    sent.
+    `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them, or comes last and
+    holds none. Rank `ranks[m]` packs the pieces of `shards[m]` in that order, each row-major over `piece.shape`,
+    without gaps; the packed lengths may differ, and be 0. With one rank there is nothing to gather. A slice with no
+    elements is neither gathered nor sent.
     """
 
     numel: int

@@ -130,6 +130,10 @@ class GatherGroup:
         first = self.first + replica * self.stride
         return tuple(range(first, first + self.size))
 
+    def ranks_near(self, rank: int) -> tuple[int, ...]:
+        """Global ranks of the replica that `rank` is of, or that its like on this group's stage is."""
+        return self.ranks(rank % (self.layout.tp * self.layout.dp) // self.stride)
+
     def tensors(self, entry: int) -> tuple[HfTensor, ...]:
         """The HF tensors that parameter number `entry` is made of."""
         return self.entries[entry].tensors(self.spec)

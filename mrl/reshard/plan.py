@@ -23,9 +23,10 @@ from mrl.reshard.loads import Load
 from mrl.reshard.network import Network
 from mrl.reshard.params import gather_groups
 from mrl.reshard.parts import parts_of, shards_of
+from mrl.reshard.pinned import PinnedSchedule, Pins, check_pins
 from mrl.reshard.schedule import Schedule
 from mrl.reshard.spec import ModelSpec
-from mrl.reshard.strategy import STRATEGIES, Task
+from mrl.reshard.strategy import STRATEGIES, Task, multi_sender
 from mrl.reshard.wire import to_wire
 
 Strategy = Literal["broadcast", "multi_sender", "sharded"]
@@ -41,7 +42,9 @@ class SyncOptions:
     `dtype`: name of the dtype the weights leave in. `te`: see `local_params`.
     `not_sharded`: HF tensors that must not go from shard to shard, because the engine holds them otherwise.
     `smallest_bytes`: slices of fewer bytes are not made just to use more senders.
-    ValueError for an unknown dtype or strategy, and for a bucket that has no room for an element.
+    `pinned`: by engine and worker, the one rank that sends to it, in slices; None: whichever the strategy says.
+    ValueError for an unknown dtype or strategy, a strategy that lets no sender be pinned, and a bucket that has no room
+    for an element.
     """
 
     bucket_bytes: int
@@ -50,12 +53,15 @@ class SyncOptions:
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = "auto"
     not_sharded: frozenset[str] = field(default=frozenset())
     smallest_bytes: int = 1 << 20
+    pinned: Pins | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
         if self.strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy {self.strategy!r} is not known; known are auto, {', '.join(STRATEGIES)}")
+        if self.pinned is not None and self.strategy not in ("auto", "multi_sender"):
+            raise ValueError(f"strategy {self.strategy!r} chooses its senders itself: pin them with multi_sender")
         if self.bucket_bytes < max(DTYPE_BYTES.values()):
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but must be at least {max(DTYPE_BYTES.values())}, "
                              "one element of any dtype")
@@ -73,13 +79,9 @@ class Outlines(Sequence[Outline]):
     def __getitem__(self, index: int) -> Outline:
         schedule = self._schedule
         step, lane = schedule.at(index)
-        slices = []
-        for load, replica, (_, rank) in zip(step.loads, schedule.replicas(step, lane), step.senders):
-            ranks = schedule.groups[load.group].ranks(replica)
-            ranks = ranks if step.worker is None else ranks[rank:rank + 1]
-            sender = ranks[0] if step.worker is not None else ranks[rank]
-            slices.append(SliceOutline(load.numel * schedule.itemsize(step), ranks, sender))
-        return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, tuple(slices))
+        slices = tuple(SliceOutline(load.numel * schedule.itemsize(step), *origin)
+                       for load, origin in zip(step.loads, schedule.origins(step, lane)))
+        return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, slices)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ class SyncPlan:
             parts, given = (), ()
             if load.numel and wanted(brief):
                 parts = self._parts(load)
-                given = self._shards(load, None if step.worker is None else rank) if shards else ()
+                if shards:
+                    given = self._shards(load, None if step.worker is None else rank)
+                    given += ((),) * (len(brief.ranks) - len(given))  # of a pinned sender that holds nothing
             slices.append(Slice(load.numel, parts, brief.ranks, brief.sender, given))
         return Bucket(index, self.schedule.dtype_of(step), outline.mode, outline.engines, outline.worker, tuple(slices))
 
@@ -156,10 +160,10 @@ class SyncPlan:
             for step in track.steps:
                 if step.worker is None:
                     for lane in range(schedule.lanes):
-                        found.update((load.group, replica)
-                                     for load, replica in zip(step.loads, schedule.replicas(step, lane))
-                                     if load.numel and schedule.groups[load.group].size > 1)
-        return tuple(schedule.groups[group].ranks(replica) for group, replica in sorted(found))
+                        found.update((load.group, ranks)
+                                     for load, (ranks, _) in zip(step.loads, schedule.origins(step, lane))
+                                     if load.numel and len(ranks) > 1)
+        return tuple(ranks for _, ranks in sorted(found))
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """The trainer ranks that send to an engine, ascending."""
@@ -205,17 +209,22 @@ def plan_sync(
     broadcast     replica 0 alone sends, one rank a gather group, to all workers of all engines
     multi_sender  slices dealt over all ranks, replicas and stages; workers of a node pass them on to each other
     sharded       MLPs, experts and attention projections go from shard to shard; the rest as in multi_sender
-    auto          the one of least predicted time
+    auto          the one of least predicted time; with `options.pinned`, multi_sender
 
     A dense parameter is gathered among the tp ranks of one replica, an expert's among the etp ranks that hold it. HF
     elements that several ranks hold leave from one of them. ValueError for an unknown dtype or strategy, a bucket size
-    below one element, and a layout that does not fit the model.
+    below one element, a layout that does not fit the model, and pinned ranks that do not fit layout and engines.
     """
     groups = tuple(gather_groups(spec, layout))
     contents = Contents(groups, options.te, engine_layout, options.not_sharded)
     task = Task(groups, contents, engine_layout, options.dtype, options.bucket_bytes, options.smallest_bytes)
-    schedules = {name: Schedule(name, options.dtype, groups, strategy(task), engine_layout)
-                 for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
+    if options.pinned is not None:
+        check_pins(options.pinned, layout, engine_layout)
+        schedules = {"multi_sender": PinnedSchedule("multi_sender", options.dtype, groups, multi_sender(task),
+                                                    engine_layout, options.pinned)}
+    else:
+        schedules = {name: Schedule(name, options.dtype, groups, strategy(task), engine_layout)
+                     for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
     predictions = {name: predicted_s(schedule, network) for name, schedule in schedules.items()}
     chosen = _choose(predictions)
     total_bytes = sum(contents.numel(number) * DTYPE_BYTES[group.dtype or options.dtype]

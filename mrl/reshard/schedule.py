@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterator, Mapping, Sequence
+from typing import Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -16,6 +16,14 @@ from mrl.reshard.buckets import DTYPE_BYTES, Mode
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.params import GatherGroup
 from mrl.reshard.strategy import Step, Track, interleave, turn_order
+
+
+class Origin(NamedTuple):
+    """Where a slice comes from: the global ranks that gather it, and which of them sends it."""
+
+    ranks: tuple[int, ...]
+    sender: int
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -34,6 +42,11 @@ class Schedule:
     def itemsize(self, step: Step) -> int:
         """Bytes of an element of a bucket."""
         return DTYPE_BYTES[self.dtype_of(step)]
+
+    @property
+    def within_gpus(self) -> bool:
+        """Whether slices go to workers on their senders' own GPUs, over no wire."""
+        return False
 
     @property
     def lanes(self) -> int:
@@ -115,6 +128,12 @@ class Schedule:
         first = self.block(step, lane) * step.block
         return (first + replica for replica, _ in step.senders)
 
+    def origins(self, step: Step, lane: int) -> Iterator[Origin]:
+        """Where every slice of a bucket comes from."""
+        for load, replica, (_, rank) in zip(step.loads, self.replicas(step, lane), step.senders):
+            ranks = self.groups[load.group].ranks(replica)
+            yield Origin(ranks if step.worker is None else ranks[rank:rank + 1], ranks[rank])
+
     def senders(self, lane: int) -> tuple[int, ...]:
         """The ranks that send to a lane, ascending."""
         found = set()
@@ -177,10 +196,10 @@ def _totals(schedule: Schedule) -> Totals:
         np.add.at(sent, ranks, size * copies)
         np.add.at(sends, ranks, copies)
         np.add.at(gathered, ranks, others)
-    return Totals(sent, sends, gathered, *_worker_totals(schedule, steps))
+    return Totals(sent, sends, gathered, *worker_totals(schedule, steps))
 
 
-def _worker_totals(schedule: Schedule, steps: list[Step]) -> tuple[np.ndarray, ...]:
+def worker_totals(schedule: Schedule, steps: list[Step]) -> tuple[np.ndarray, ...]:
     """The last three of `Totals`."""
     world, node = schedule.engines.world, schedule.engines.node
     received, receives, passed_on = (np.zeros(world, dtype=np.int64) for _ in range(3))

@@ -23,9 +23,9 @@ def to_wire(schedule: Schedule, engine: int) -> dict[str, Any]:
     for index in schedule.of_lane(lane):
         step, _ = schedule.at(index)
         slices = []
-        for load, replica, (_, rank) in zip(step.loads, schedule.replicas(step, lane), step.senders):
+        for load, origin in zip(step.loads, schedule.origins(step, lane)):
             group = schedule.groups[load.group]
-            slices.append({"sender": positions.get(group.ranks(replica)[rank], 0), "numel": load.numel,
+            slices.append({"sender": positions.get(origin.sender, 0), "numel": load.numel,
                            "group": writer.group(load.group, group), "contents": writer.contents(load, group)})
         buckets.append({
             "index": index, "dtype": schedule.dtype_of(step), "mode": schedule.mode(step), "worker": step.worker,

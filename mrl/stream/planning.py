@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mrl.cluster.placement import ranks_beside
 from mrl.config.schema import Experiment
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
@@ -21,7 +22,8 @@ def plan_of(
     engines = EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp,
                            gpus_per_node=cluster.gpus_per_node)
     options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
-                          dtype=experiment.model.dtype, not_sharded=not_sharded)
+                          dtype=experiment.model.dtype, not_sharded=not_sharded,
+                          pinned=ranks_beside(experiment) if sync.transport == "cuda_ipc" else None)
     network = Network(gpus_per_node=cluster.gpus_per_node, nic_gb_s=cluster.nic_gb_s, nvlink_gb_s=cluster.nvlink_gb_s)
     # Engines do not load the layers that predict further tokens.
     return plan_sync(replace(spec, mtp_layers=0), layout, engines, options, network)

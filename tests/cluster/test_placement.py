@@ -1,6 +1,6 @@
 import pytest
 
-from mrl.cluster.placement import assign, place
+from mrl.cluster.placement import assign, place, ranks_beside
 from mrl.config.errors import UserError
 from tests.rollout.experiments import experiment
 
@@ -19,6 +19,14 @@ def test_colocated_engines_share_the_trainers_gpus():
     placement = assign(SHARED, None)
     assert placement.trainers == ("0", "1")
     assert placement.engines == (("0",), ("1",))
+
+
+def test_the_ranks_beside_engines_are_on_their_workers_gpus():
+    shared = experiment(loop={"mode": "colocated_sync"}, rollout={"parallel": {"tp": 2}},
+                        cluster={"trainer_gpus": None, "rollout_gpus": None, "gpus": 6, "device": "cuda"})
+    placement, ranks = assign(shared, ["9", "8", "7", "3", "4", "5"]), ranks_beside(shared)
+    assert ranks == ((0, 1), (2, 3), (4, 5))
+    assert tuple(tuple(placement.trainers[rank] for rank in engine) for engine in ranks) == placement.engines
 
 
 def test_evaluation_has_engines_alone_from_the_first_gpu_on():

@@ -105,6 +105,19 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
     assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
+def test_with_cuda_ipc_each_worker_has_the_rank_on_its_gpu_for_a_sender(invoke, experiment_file, hf_config):
+    overrides = ["trainer.parallel.pp=2", "loop.mode=colocated_sync", "cluster.gpus=4", "cluster.trainer_gpus=null",
+                 "cluster.rollout_gpus=null", "rollout.parallel.tp=2", "cluster.device=cuda",
+                 "sync.transport=cuda_ipc", "rollout.args=[--gpu-memory-utilization=0.3]"]
+    sync = plans.resolve_plan(load_experiment(experiment_file, overrides), hf_config, visible_gpus=None).sync
+    assert {(brief.engines, tuple(one.sender for one in brief.slices)) for brief in sync.outline} == {
+        ((0,), (0, 1)), ((1,), (2, 3))}
+    result = invoke("check", experiment_file, *overrides)
+    assert result.exit_code == 0, result.output
+    strategy = row(result.output, "strategy")[1]  # and no other is considered
+    assert strategy.startswith("multi_sender (auto); predicted: multi_sender ") and "," not in strategy
+
+
 def test_check_shows_chunks_and_experts(invoke, experiment_file, folder):
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["Qwen3MoeForCausalLM"],

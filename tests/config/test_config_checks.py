@@ -158,6 +158,17 @@ def test_cuda_ipc_needs_a_shared_gpu(experiment_file, hf_config, overrides):
                                          "cluster.device=cuda", "sync.transport=cuda_ipc")
 
 
+@pytest.mark.parametrize("key, override, words", [
+    ("sync.strategy", "sync.strategy=broadcast", "multi_sender with sync.transport cuda_ipc"),
+    ("sync.strategy", "sync.strategy=sharded", "use auto, or another sync.transport"),
+    ("cluster.gpus_per_node", "cluster.gpus_per_node=3", r"a multiple of rollout.parallel.tp (2)"),
+])
+def test_with_cuda_ipc_a_worker_receives_from_its_own_gpu(key, override, words, experiment_file, hf_config):
+    ipc = [*COLOCATED, "cluster.gpus=4", "cluster.device=cuda", "sync.transport=cuda_ipc", "rollout.parallel.tp=2"]
+    assert words in found(experiment_file, hf_config, *ipc, override)[key]
+    assert not found(experiment_file, hf_config, *ipc, "sync.strategy=multi_sender").keys() & {key, "sync.transport"}
+
+
 def test_changes_alone_do_not_go_through_files(experiment_file, hf_config):
     assert "set sync.delta: false" in found(experiment_file, hf_config, "sync.delta=true",
                                             "sync.transport=disk")["sync.delta"]

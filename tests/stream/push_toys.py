@@ -1,9 +1,10 @@
 """Run by torchrun: a gang pushes to toy engines that live in rank 0, by every strategy from every layout it is given.
 
 Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node,
-tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta}. Prints CASE and a JSON object for
-every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned as soon as it may
-be used again.
+tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta, "transport": "gloo", or "cuda_ipc" for
+engines on the ranks' own GPUs, all workers together as many as ranks; then TCP stands in for the GPUs}. Prints CASE and
+a JSON object for every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned
+as soon as it may be used again.
 """
 import json
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from mrl.engine.api import Version
+from mrl.receiver.mrl_receiver.gloo import GlooTransport
+from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors
 from mrl.reshard.spec import model_spec, read_config
@@ -29,7 +32,8 @@ BUCKET_MB = 0.04
 
 def poison_used_buffers() -> None:
     """Whatever was sent, packed or put in place is overwritten: nobody may still need it."""
-    poison_transport(pytest.MonkeyPatch(), "gloo")
+    for transport in ("gloo", "cuda_ipc"):
+        poison_transport(pytest.MonkeyPatch(), transport)
     fill = Gatherer.fill
 
     def poisoned_fill(gatherer, share):
@@ -38,6 +42,21 @@ def poison_used_buffers() -> None:
         poison(gatherer.gathered)
 
     Gatherer.fill = poisoned_fill
+
+
+class WithinGpus(GlooTransport):
+    """Senders reach only the worker with their own place among the workers: the one on their GPU."""
+
+    def send(self, flat, peer, deadline, label=None):
+        assert peer == self.world_size // 2 + self.rank, f"sender {self.rank} has no GPU with rank {peer} in common"
+        return super().send(flat, peer, deadline, label)
+
+
+def partitions(transport: str, workers: int) -> dict:
+    if transport == "cuda_ipc":
+        return {"loop": {"mode": "colocated_sync"},
+                "cluster": {"trainer_gpus": None, "rollout_gpus": None, "gpus": ENGINES * workers}}
+    return {"cluster": {"rollout_gpus": ENGINES * workers}}
 
 
 def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[ToyEngine]:
@@ -50,13 +69,15 @@ def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[
     return [ToyEngine(experiment, index, make_model, workers) for index in range(ENGINES)]
 
 
-def run_case(case: list, strategy: str, models: dict[str, str], delta: bool) -> None:
+def run_case(case: list, strategy: str, models: dict[str, str], delta: bool, transport: str) -> None:
     name, sizes, workers, node, replicated = case
     model, rank = Path(models[name]), dist.get_rank()
+    placed = partitions(transport, workers)
+    placed["cluster"]["gpus_per_node"] = node
     experiment = make_experiment(
         model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0,
-                              "delta": delta},
-        rollout={"parallel": {"tp": workers}}, cluster={"rollout_gpus": ENGINES * workers, "gpus_per_node": node})
+                              "delta": delta, "transport": transport},
+        rollout={"parallel": {"tp": workers}}, **placed)
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
@@ -122,10 +143,12 @@ def check_memory(sync: WeightSync) -> None:
 def main(path: str) -> None:
     order = json.loads(Path(path).read_text())
     dist.init_process_group("gloo")
+    TRANSPORTS["cuda_ipc"] = WithinGpus
     poison_used_buffers()
+    strategies = ("auto",) if order["transport"] == "cuda_ipc" else ("broadcast", "multi_sender", "sharded")
     for case in order["cases"]:
-        for strategy in ("broadcast", "multi_sender", "sharded"):
-            run_case(case, strategy, order["models"], order["delta"])
+        for strategy in strategies:
+            run_case(case, strategy, order["models"], order["delta"], order["transport"])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -24,9 +24,9 @@ EXPERTS = [
 ]
 
 
-def run(tmp_path, models: dict, cases: list, delta: bool = False) -> list[dict]:
+def run(tmp_path, models: dict, cases: list, delta: bool = False, transport: str = "gloo") -> list[dict]:
     order = tmp_path / "order.json"
-    order.write_text(json.dumps({"models": models, "cases": cases, "delta": delta}))
+    order.write_text(json.dumps({"models": models, "cases": cases, "delta": delta, "transport": transport}))
     output = torchrun(ROOT / "tests/stream/push_toys.py", 4, order)
     return [json.loads(line.split("CASE ", 1)[1]) for line in output.splitlines() if "CASE " in line]
 
@@ -61,3 +61,16 @@ def test_changes_alone(tmp_path, model):
     cases = [["dense", *DENSE[1]], ["dense", *DENSE[3]], ["experts", *EXPERTS[2]]]
     models = {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}
     check(run(tmp_path, models, cases, delta=True), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [False, True])
+def test_engines_on_the_ranks_own_gpus(delta, tmp_path, model):
+    """Two engines of two workers beside four ranks: any layout reaches them, with every worker's own rank sending."""
+    cases = [["dense", {"tp": 2, "pp": 2}, 2, 2, ""], ["experts", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, 2, 2, ""]]
+    if not delta:
+        cases += [["dense", {"pp": 2, "dp": 2}, 2, 2, ""], ["experts", {"dp": 4, "ep": 4}, 2, 2, ""]]
+    models = {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}
+    found = run(tmp_path, models, cases, delta, "cuda_ipc")
+    assert [one["case"] for one in found] == cases
+    assert all((one["strategy"], one["modes"], one["senders"]) == ("multi_sender", ["slices"], 4) for one in found)
