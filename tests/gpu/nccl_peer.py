@@ -1,7 +1,7 @@
 """One end of an NCCL link, in a process and on a GPU of its own. Arguments: role, port of the store, scenario.
 
 Prints one JSON line: what happened, and in how many seconds. The sender serves the store and prints its port first.
-Scenarios: sync (whole syncs into a toy engine), speed, die-sender, die-receiver, absent (the other end never comes).
+Scenarios: speed, die-sender, die-receiver, absent (the other end never comes).
 """
 import json
 import os
@@ -14,50 +14,14 @@ import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.links import LinkError, Meeting, failed_key
 from mrl.receiver.mrl_receiver.nccl import NcclTransport
-from mrl.receiver.mrl_receiver.receive import Receiver
-from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest, ready_key
-from tests.receiver.toy import ToyModel, expect, flat_of, tensors, wire_plan
 
 DEVICE = torch.device("cuda", 0)
-SYNCS = 3
 MIB = 1 << 20
 SPEED_MIB, SPEED_ROUNDS = 512, 30
 
 
 def link(store, rank: int, patience_s: float = 20.0) -> NcclTransport:
     return NcclTransport(Meeting(store, "127.0.0.1", "link", "0", rank, 2, DEVICE), time.monotonic() + patience_s)
-
-
-def request(step: int, port: int) -> SyncRequest:
-    return SyncRequest("run", 0, 1, (0, step), step, "link", step == 1, "127.0.0.1", port, wire_plan(), 2, "nccl",
-                       True, 30.0)
-
-
-def send_syncs(store, port: int) -> dict:
-    plan, transport = Plan.from_wire(wire_plan()), None
-    for step in range(1, SYNCS + 1):
-        store.wait([ready_key(request(step, port), 0)])
-        transport = transport or link(store, 0)
-        deadline = time.monotonic() + 20
-        for bucket in plan.buckets:
-            transport.broadcast(flat_of(bucket, tensors(step)).to(DEVICE), deadline).wait(deadline)
-        sums = torch.tensor([step] * len(plan.items), device=DEVICE)
-        transport.broadcast(sums, deadline).wait(deadline)
-    transport.close()
-    return {}
-
-
-def receive_syncs(store, port: int) -> dict:
-    model = ToyModel().to(DEVICE)
-    receiver = Receiver(model, model.load_weights, "run", 0, 1, 0, 1)
-    receiver.prepare(request(1, port))
-    for step in range(1, SYNCS + 1):
-        reply = receiver.receive(request(step, port))
-        assert set(reply["expected"].values()) == {step}, reply["expected"]
-        on_host = ToyModel()
-        on_host.load_state_dict(model.state_dict())
-        expect(on_host, tensors(step))
-    return {}
 
 
 def measure(store, rank: int) -> dict:
@@ -109,9 +73,7 @@ def main(role: str, port: int, scenario: str) -> None:
     if rank == 0:
         print(store.port, flush=True)
     torch.cuda.set_device(DEVICE)
-    if scenario == "sync":
-        result = send_syncs(store, store.port) if rank == 0 else receive_syncs(store, store.port)
-    elif scenario == "speed":
+    if scenario == "speed":
         result = measure(store, rank)
     elif scenario == "absent":
         result = wait_for_nobody(store, rank)
