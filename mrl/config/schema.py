@@ -24,7 +24,8 @@ class Model(Section):
     path: str = Field(description="Hugging Face model directory (config.json, *.safetensors, tokenizer) or hub id")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of trainer weights and of the engines")
     mtp: Literal["keep", "drop"] = Field(
-        "drop", description="layers that predict further tokens: drop, or keep (untrained, not sent to engines, but exported)")
+        "drop",
+        description="layers that predict further tokens: drop, or keep (untrained, not sent to engines, but exported)")
     chat_template: Optional[str] = Field(None, description="path of a Jinja chat template; null: the tokenizer's own")
 
 

@@ -134,8 +134,8 @@ def set_frequencies(model, frequencies: torch.Tensor) -> None:
 def gather_latents(model) -> None:
     """Gather the latent of keys and values right behind its projection, where the layer spec cuts that over tp.
 
-    Where Megatron would gather it, the gradient of the part that is rotated and shared by all heads lacks what the heads
-    of other ranks add to it. Needs sequence parallelism.
+    Where Megatron would gather it, the gradient of the part that is rotated and shared by all heads lacks what the
+    heads of other ranks add to it. Needs sequence parallelism.
     """
     for module in model.modules():
         down = getattr(module, "linear_kv_down_proj", None)

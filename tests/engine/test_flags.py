@@ -9,6 +9,7 @@ from mrl.engine.flags import OWNED_FLAGS, owned_flag
         ("--dtype", "--dtype"), ("--dtype=half", "--dtype"), ("--load_format", "--load-format"),
         ("--tensor-par", "--tensor-parallel-size")]],
     ("vllm", "-tp", "-tp"), ("vllm", "-tp=2", "-tp"), ("vllm", "--logprobs_mode=raw_logits", "--logprobs-mode"),
+    ("vllm", "--enable-eplb", "--enable-eplb"), ("sglang", "--init_expert_location=x", "--init-expert-location"),
     ("sglang", "--tp=2", "--tp"), ("sglang", "--mod", "--model"),
     ("sglang", "--sampling_backend", "--sampling-backend"),
 ])

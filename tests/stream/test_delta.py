@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from mrl.engine.api import Version
-from mrl.receiver.mrl_receiver.links import LinkError
-from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors
 from mrl.reshard.spec import model_spec, read_config
@@ -17,7 +15,7 @@ from mrl.stream.sync import WeightSync
 from tests.receiver.poison import poison_transport
 from tests.stream.engines import RUN_ID, STRATEGIES
 from tests.stream.tiny import FakeTrainer, make_experiment, weights
-from tests.stream.toys import ToyEngine, ToyModel
+from tests.stream.toys import ToyEngine, ToyModel, going_half_way
 
 WORKERS, ENGINES = 2, 2
 FULL = pytest.approx(1.0, abs=0.01)  # every slice has its header, too
@@ -120,16 +118,7 @@ def test_an_engine_that_was_restarted_gets_everything(gang):
 
 
 def test_a_push_that_broke_half_way_is_followed_by_a_full_one(gang, monkeypatch):
-    apply, victim = Routes.apply, gang.engines[1].receivers[1]
-
-    def apply_some(routes, position, *given):
-        if routes is victim.prepared.routes and position == 1:
-            victim.close()
-            raise LinkError("the worker has died")
-        apply(routes, position, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Routes, "apply", apply_some)
+    with going_half_way(monkeypatch, gang.engines[1].receivers[1]):
         report = gang.push(FEW)
     assert report.errors[0] is None and "the worker has died" in report.errors[1]
     assert gang.engines[1].status.remote().future().result().state == "dirty"

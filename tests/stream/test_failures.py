@@ -10,7 +10,6 @@ import torch
 
 from mrl.engine.api import EngineClosed, GenerateRequest, Version
 from mrl.receiver.mrl_receiver.gloo import GlooTransport
-from mrl.receiver.mrl_receiver.links import LinkError
 from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.reshard.layout import Layout
 from mrl.reshard.params import hf_tensors
@@ -19,7 +18,7 @@ from mrl.stream.links import Links
 from mrl.stream.sync import WeightSync
 from tests.stream.engines import RUN_ID
 from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, weights
-from tests.stream.toys import ToyEngine, ToyModel
+from tests.stream.toys import ToyEngine, ToyModel, going_half_way
 
 WORKERS, ENGINES, TIMEOUT_S = 2, 2, 20.0
 SOME_WAY = 3  # messages that get through before something breaks
@@ -97,16 +96,7 @@ def test_a_sender_that_goes_half_way_leaves_engines_refusing(gang, monkeypatch):
 
 
 def test_a_worker_that_goes_half_way_costs_its_engine_alone(gang, monkeypatch):
-    apply, victim = Routes.apply, gang.engines[1].receivers[1]
-
-    def apply_some(routes, position, *given):
-        if routes is victim.prepared.routes and position == 1:
-            victim.close()
-            raise LinkError("the worker has died")
-        apply(routes, position, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Routes, "apply", apply_some)
+    with going_half_way(monkeypatch, gang.engines[1].receivers[1]):
         began = time.monotonic()
         report = gang.push(2)
     assert time.monotonic() - began < TIMEOUT_S / 2, "only the deadline ended it"

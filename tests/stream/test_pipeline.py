@@ -113,7 +113,8 @@ def test_engines_that_get_buckets_of_their_own_get_them_one_engine_at_a_time(mod
 
     monkeypatch.setattr(Links, "start", watched)
     assert sender.stream().errors == {}
-    assert all(len(engines) == 1 for engines in busy) and {engine for engines in busy for engine in engines} == {0, 1, 2}
+    assert all(len(engines) == 1 for engines in busy)
+    assert {engine for engines in busy for engine in engines} == {0, 1, 2}
     for transport in transports.values():
         got = received_tensors(transport)
         assert all(torch.equal(got[name], tensor) for name, tensor in weights(model, 1).items())

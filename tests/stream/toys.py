@@ -5,14 +5,17 @@ import asyncio
 import re
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
 from mrl.config.schema import Experiment
 from mrl.engine.server import EngineServer
+from mrl.receiver.mrl_receiver.links import LinkError
 from mrl.receiver.mrl_receiver.receive import Receiver
+from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from tests.stream.engines import RUN_ID
 
@@ -168,3 +171,19 @@ class _Reference:
 
     def future(self) -> Future:
         return self._future
+
+
+@contextmanager
+def going_half_way(monkeypatch, victim: Receiver) -> Iterator[None]:
+    """Within the block this worker dies when it has put its first bucket in place."""
+    apply = Routes.apply
+
+    def apply_some(routes, position, *given):
+        if routes is victim.prepared.routes and position == 1:
+            victim.close()
+            raise LinkError("the worker has died")
+        apply(routes, position, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Routes, "apply", apply_some)
+        yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .wire import Lattice
+from .wire import Lattice, row_major
 
 CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,11 +29,7 @@ def checksum(values: torch.Tensor, lattice: Lattice) -> int:
 
 def whole(shape: tuple[int, ...]) -> Lattice:
     """The lattice of a whole row-major tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return 0, tuple(shape), tuple(reversed(strides))
+    return 0, tuple(shape), row_major(shape)
 
 
 def add(first: int, second: int) -> int:
