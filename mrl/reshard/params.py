@@ -162,21 +162,6 @@ def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
                 yield GatherGroup(spec, layout, stage, ep, dtype, tuple(held))
 
 
-def joined_tensors(spec: ModelSpec) -> list[tuple[str, ...]]:
-    """Names of the HF tensors that an engine's loader must be given in one call, group by group."""
-    groups: list[tuple[str, ...]] = []
-    names: tuple[str, ...] = ()
-    for entry in _entries(spec, Layout(), Coord()):
-        own = tuple(tensor.name for tensor in entry.tensors(spec))
-        if entry.rule.joins:
-            if groups and groups[-1] == names:
-                groups.pop()
-            own = names + own
-            groups.append(own)
-        names = own
-    return groups
-
-
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and global shape of every tensor of the model's HF checkpoint, in model order."""
     whole = _entries(spec, Layout(), Coord())

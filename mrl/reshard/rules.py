@@ -22,7 +22,6 @@ class Rule:
     are cut over tp. Names of HF tensors that stack the experts have none.
     `when`: attribute of the `ModelSpec` that must be true for the model to have it; None: every model has.
     `dtype`: for one of Megatron's buffers, whose dtype does not follow the model's.
-    `joins`: an engine's loader must be given its tensors together with those of the rule before it.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Rule:
     hf: tuple[tuple[str, str], ...]
     when: str | None = None
     dtype: str | None = None
-    joins: bool = False
 
     @property
     def expert(self) -> bool:
@@ -62,10 +60,10 @@ def _size(spec: ModelSpec, product: str) -> int:
 
 def rule(
     name: str, kind: Kind, *hf: tuple[str, str], te: str | None = None, te_kind: Kind | None = None,
-    when: str | None = None, dtype: str | None = None, joins: bool = False,
+    when: str | None = None, dtype: str | None = None,
 ) -> Rule:
     """A `Rule` as it is written in the tables; `te` and `te_kind` where Transformer Engine's differ."""
-    return Rule(name, te or name, kind, te_kind or kind, hf, when, dtype, joins)
+    return Rule(name, te or name, kind, te_kind or kind, hf, when, dtype)
 
 
 @dataclass(frozen=True, slots=True)

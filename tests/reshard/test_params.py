@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.reshard import (
-    Coord, Layout, duplicates, hf_tensors, is_expert, joined_tensors, local_params, model_spec,
+    Coord, Layout, duplicates, hf_tensors, is_expert, local_params, model_spec,
 )
 
 from .simulate import CASES, SIZES, VARIANTS, hf_config, spec_of
@@ -287,9 +287,3 @@ def test_prediction_layers_are_on_the_last_stage_and_share_the_embedding():
     }
     carried = {plan.name for plan in local_params(spec, layout, Coord(pp=1), False) if plan.carried}
     assert carried == {name for name, _ in last} - {"output_layer.weight"}
-
-
-def test_what_a_loader_must_see_together():
-    pair = ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "model.layers.{}.self_attn.q_a_proj.weight")
-    assert joined_tensors(spec_of("deepseek-v3")) == [tuple(name.format(i) for name in pair) for i in range(2)]
-    assert joined_tensors(spec_of("deepseek-v2")) == joined_tensors(spec_of("glm4-moe")) == []

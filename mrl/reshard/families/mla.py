@@ -28,7 +28,7 @@ KV_DOWN = rule(
 Q_DOWN = rule(
     _MEGATRON + "linear_q_down_proj.weight", column,
     (_HF + "q_a_proj.weight", "mla.q_rank hidden"),
-    te_kind=replicated, when="mla.q_rank", joins=True,
+    te_kind=replicated, when="mla.q_rank",
 )
 Q_NORM = rule(
     _MEGATRON + "q_layernorm.weight", replicated,
