@@ -31,10 +31,10 @@ pip_install() {
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# install ENVIRONMENT FILE MODULES [pip options]: the requirements in FILE, unless that was done with the same file.
-# Importing MODULES proves that it worked; only then it counts as done.
+# install ENVIRONMENT FILE PROOF [pip options]: the requirements in FILE, unless that was done with the same file.
+# The Python statements PROOF show that it worked; only then it counts as done.
 install() {
-    local name=$1 file=$requirements/$2 modules=$3; shift 3
+    local name=$1 file=$requirements/$2 proof=$3; shift 3
     local environment=$home/$name stamp
     stamp=$environment/.installed-$(basename "$file" .txt)
     if cmp -s "$file" "$stamp"; then
@@ -44,34 +44,36 @@ install() {
     create "$name"
     echo "$environment: installing $(basename "$file") (minutes on the first run)"
     pip_install "$name" "$@" -r "$file"
-    (cd / && "$environment/bin/python" -c "import $modules") || {
-        echo "$environment: was installed from $file, but 'import $modules' fails (see above)." \
+    (cd / && "$environment/bin/python" -c "$proof") || {
+        echo "$environment: was installed from $file, but '$proof' fails (see above)." \
              "Remove the folder and run this again, or use another PYTHON." >&2
         exit 1
     }
     cp "$file" "$stamp"
 }
 
-# install_engine ENVIRONMENT FILE MODULES: FILE lists all that is needed, so nothing else is pulled in. But torch comes
-# first and with its dependencies: its CUDA build does not import without them.
+# install_engine ENVIRONMENT FILE PROOF: FILE lists all that is needed, so nothing else is pulled in. But torch
+# comes first and with its dependencies: its CUDA build does not import without them.
 install_engine() {
-    local name=$1 file=$2 modules=$3
+    local name=$1 file=$2 proof=$3
     if ! cmp -s "$requirements/$file" "$home/$name/.installed-$(basename "$file" .txt)"; then
         create "$name"
         pip_install "$name" "$(grep '^torch==' "$requirements/$file")"
     fi
-    install "$name" "$file" "$modules" --no-deps
+    install "$name" "$file" "$proof" --no-deps
 }
 
 for part in "$@"; do
     case $part in
         trainer)
-            install trainer trainer.txt "torch, megatron.core, ray"
+            install trainer trainer.txt "import torch, megatron.core, ray"
             installed=$(cd / && "$home/trainer/bin/python" -c 'import mrl; print(mrl.__path__[0])' 2>/dev/null || true)
             [ "$installed" = "$project/mrl" ] || pip_install trainer --no-deps -e "$project" ;;
-        vllm) install_engine vllm vllm_cpu.txt "torch, vllm" ;;
-        sglang) install_engine sglang sglang_cpu.txt "torch, sglang" ;;
-        tests) install trainer tests.txt "pytest, pytest_timeout, psutil" ;;
+        vllm) install_engine vllm vllm_cpu.txt "import torch, vllm" ;;
+        sglang)  # imports on a CPU only with the stand-ins that mrl starts it with
+            PYTHONPATH=$project/mrl/engine/sglang_cpu install_engine sglang sglang_cpu.txt \
+                "import sglang_cpu_server; sglang_cpu_server.stand_in()" ;;
+        tests) install trainer tests.txt "import pytest, pytest_timeout, psutil" ;;
         *) echo "launch/setup.sh: unknown part '$part': trainer, vllm, sglang or tests" >&2; exit 2 ;;
     esac
 done

@@ -7,8 +7,8 @@ what stands in here are a few names that it takes without asking whether they ex
   written in torch; the others belong to speculative decoding and say so when called.
 - `sglang_cpu_server.py`, the start script in place of `python -m sglang.launch_server`: it runs again in every process
   that SGLang spawns, and there
-    - declares two operators of torchvision. Its wheel is built for CUDA and does not load without, but importing it
-      wants them declared; nothing calls them;
+    - declares two operators of torchvision. Its wheel is built for CUDA and they do not load beside a CPU build of
+      torch, but importing it wants them declared; nothing calls them;
     - puts a torch version in place of the Triton kernel that seeded sampling hashes with.
 
 Requirements: launch/requirements/sglang_cpu.txt.

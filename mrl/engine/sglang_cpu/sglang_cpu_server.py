@@ -2,6 +2,8 @@
 
 Every process that SGLang spawns runs this file again (as `__mp_main__`), so what is set up here holds in all of them.
 """
+import importlib.util
+import os
 import runpy
 
 import torch
@@ -35,9 +37,13 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
 
 
 def stand_in() -> None:
-    """Declare torchvision's operators and have SGLang hash with torch, in this process."""
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    """Declare torchvision's operators where its own do not load, and have SGLang hash with torch, in this process."""
+    folder = next(iter(importlib.util.find_spec("torchvision").submodule_search_locations))
+    try:
+        torch.ops.load_library(os.path.join(folder, "_C.so"))
+    except OSError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
