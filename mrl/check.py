@@ -218,7 +218,7 @@ def _batch_rows(plan: Plan) -> Rows:
     exp, batch = plan.exp, plan.exp.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt
     per_minibatch = samples // batch.minibatches
-    per_replica = ceil(per_minibatch / plan.layout.dp)
+    per_replica = ceil(per_minibatch / plan.layout.replicas)
     longest = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens
     # A microbatch takes at least this many of the longest samples, and never fewer than one.
     at_once = max(1, batch.max_tokens_per_microbatch // longest)
@@ -226,7 +226,7 @@ def _batch_rows(plan: Plan) -> Rows:
         ("samples a step", f"{batch.prompts_per_step} prompts × {batch.samples_per_prompt} = {samples}"),
         ("optimizer steps a step", f"{batch.minibatches} minibatch(es) × {batch.epochs} epoch(s) = "
                                    f"{batch.minibatches * batch.epochs}"),
-        ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.dp} replica(s) when "
+        ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.replicas} replica(s) when "
                                 "all are equally long"),
         ("longest sample", f"{longest} tokens"),
         ("tokens a step", f"at most {samples * longest:,}"),

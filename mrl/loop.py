@@ -131,7 +131,7 @@ class StepLoop:
         if self.rollouts:
             check_versions(self.groups, self.version, lag)
             self.log.trajectories(f"step_{self.step:06d}", self.groups)
-            shares = split_batch(self.groups, self.experiment, self.trainer.layout.dp)
+            shares = split_batch(self.groups, self.experiment, self.trainer.layout.replicas)
         self.batch = self.scatter(shares)
 
     def report(self, metrics: dict[str, float]) -> None:

@@ -67,7 +67,7 @@ def train(experiment: SftExperiment) -> None:
         chosen = [samples[draw.row] for draw in order.take(experiment.batch.samples_per_step)]
         weights = token_weights([s["loss_mask"] for s in chosen], "token_mean")
         batch = [{**sample, "token_weight": weight} for sample, weight in zip(chosen, weights)]
-        share = assign([len(s["tokens"]) for s in batch], trainer.layout.dp,
+        share = assign([len(s["tokens"]) for s in batch], trainer.layout.replicas,
                        experiment.batch.max_tokens_per_microbatch)[trainer.dp_rank]
         metrics = trainer.train([[batch[i] for i in microbatch] for microbatch in share], nll_loss)
         recent.append(metrics["nll"])

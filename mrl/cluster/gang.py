@@ -63,7 +63,8 @@ class Scatter:
     gloo, and from there to the replica's other ranks."""
 
     def __init__(self, layout: Layout, rank: int):
-        replicas = [[r for r in range(layout.world) if layout.coord(r).dp == d] for d in range(layout.dp)]
+        replicas = [[rank for rank in range(layout.world) if layout.replica(layout.coord(rank)) == replica]
+                    for replica in range(layout.replicas)]
         leaders = [ranks[0] for ranks in replicas]
         self.rank, self.leaders = rank, leaders
         self.leader_group = dist.new_group(leaders, backend="gloo")

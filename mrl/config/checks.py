@@ -94,8 +94,8 @@ def _check_partitions(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Prob
                           f"{' and '.join(f'cluster.{key}' for key in wanted)})", f"remove cluster.{name}")
     yield from _check_counts(exp, wanted)
     parallel = exp.trainer.parallel
-    dense, experts = parallel.pp * parallel.tp, parallel.pp * parallel.ep * parallel.etp
-    words = "trainer.parallel.tp * trainer.parallel.pp"
+    dense, experts = parallel.pp * parallel.tp * parallel.cp, parallel.pp * parallel.ep * parallel.etp
+    words = "trainer.parallel.tp * cp * pp"
     if dense % experts:
         words = f"of {words} and of trainer.parallel.ep * etp * pp"
     yield from _check_split(exp, wanted[0], lcm(dense, experts), words)

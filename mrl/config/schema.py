@@ -96,6 +96,7 @@ class TrainerParallel(Section):
     first_stage_layers: Optional[PositiveInt] = Field(
         None, description="layers of the first pipeline stage; null: as many as stages without a number of their own")
     last_stage_layers: Optional[PositiveInt] = Field(None, description="layers of the last pipeline stage, likewise")
+    cp: PositiveInt = Field(1, description="context parallel size: ranks that share the tokens of every sample")
     ep: PositiveInt = Field(1, description="expert parallel size: parts into which a layer's experts are dealt out")
     etp: PositiveInt = Field(1, description="tensor parallel size of each expert")
     sequence_parallel: bool = Field(
@@ -103,10 +104,11 @@ class TrainerParallel(Section):
 
     def layout(self, ranks: int) -> Layout:
         """The layout of so many trainer ranks. ValueError where they are no multiple of what these sizes need."""
-        if ranks % (self.tp * self.pp):
+        if ranks % (self.tp * self.cp * self.pp):
             raise ValueError(f"{ranks} trainer ranks cannot be split into replicas of trainer.parallel.tp {self.tp} * "
-                             f"pp {self.pp} = {self.tp * self.pp} ranks")
-        return Layout(tp=self.tp, pp=self.pp, dp=ranks // (self.tp * self.pp), ep=self.ep, etp=self.etp, vpp=self.vpp,
+                             f"cp {self.cp} * pp {self.pp} = {self.tp * self.cp * self.pp} ranks")
+        return Layout(tp=self.tp, cp=self.cp, pp=self.pp, dp=ranks // (self.tp * self.pp), ep=self.ep, etp=self.etp,
+                      vpp=self.vpp,
                       first_stage_layers=self.first_stage_layers, last_stage_layers=self.last_stage_layers)
 
 
@@ -276,5 +278,6 @@ class Experiment(Section):
 
     @property
     def data_parallel(self) -> int:
-        """Replicas of the model among the trainer ranks."""
-        return self.trainer_ranks // (self.trainer.parallel.tp * self.trainer.parallel.pp)
+        """Groups of trainer ranks that work on samples of their own."""
+        parallel = self.trainer.parallel
+        return self.trainer_ranks // (parallel.tp * parallel.pp * parallel.cp)

@@ -8,6 +8,9 @@ each is cut over etp, and all are repeated over what is left, Megatron's expert 
 
     rank within the stage = tp index + tp * dp index = etp index + etp * (ep index + ep * expert dp index)
 
+`dp` counts copies of the weights. With context parallelism `cp` consecutive copies work on the same samples, each on
+its share of the tokens: a batch is divided over dp / cp replicas.
+
 With virtual pipeline stages (vpp > 1) a rank holds vpp chunks of the model. Layers pass through all stages with their
 chunk 0 first, then through all with chunk 1, and so on: the embedding is in chunk 0 of the first stage, the final norm
 and the output layer are in the last chunk of the last stage.
@@ -59,15 +62,19 @@ class Layout:
     vpp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep", "etp", "vocab_multiple", "vpp", "first_stage_layers", "last_stage_layers"):
+        for name in ("tp", "pp", "dp", "ep", "etp", "vocab_multiple", "vpp", "first_stage_layers", "last_stage_layers",
+                     "cp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"layout: {name} is {value}, but must be at least 1")
         if self.tp * self.dp % (self.ep * self.etp):
             raise ValueError(f"layout: tp {self.tp} * dp {self.dp} = {self.tp * self.dp} ranks a stage are not a "
                              f"multiple of ep {self.ep} * etp {self.etp}")
+        if self.dp % self.cp:
+            raise ValueError(f"layout: cp {self.cp} does not divide dp {self.dp}, the copies of the weights")
 
     def __str__(self) -> str:
         """Its sizes in words; of most only those that were chosen."""
@@ -79,6 +86,15 @@ class Layout:
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that work on samples of their own: the parts of a batch."""
+        return self.dp // self.cp
+
+    def replica(self, coord: Coord) -> int:
+        """Which of them the rank at `coord` belongs to."""
+        return coord.dp // self.cp
 
     def coord(self, rank: int) -> Coord:
         """Position of global rank `rank`. ValueError outside 0 … world-1."""

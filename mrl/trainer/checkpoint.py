@@ -89,7 +89,7 @@ def _write_weights(trainer: Trainer, directory: Path) -> None:
         (directory / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
     dist.barrier()
     params = trainer.local_params()
-    if trainer.dp_rank == 0:
+    if trainer.coord.dp == 0:
         _save({name: param for name, param in params.items() if not is_expert(name)},
               directory / weights_file(trainer.coord))
     if trainer.spec.moe and trainer.layout.expert_coord(trainer.coord).dp == 0:

@@ -8,7 +8,10 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from mrl.trainer.context import gather_whole, rows_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -61,10 +64,22 @@ class SDPACoreAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number: int, attn_mask_type, attention_type, softmax_scale=None, **_) -> None:
         super().__init__()
-        self.scale = softmax_scale
+        self.scale, self.context_parallel_size = softmax_scale, config.context_parallel_size
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params: PackedSequences, **_) -> torch.Tensor:
-        """query [tokens, heads, d]; key [tokens, kv_heads, d], value [tokens, kv_heads, dv] -> [tokens, heads * dv]."""
+        """query [tokens, heads, d]; key [tokens, kv_heads, d], value [tokens, kv_heads, dv] -> [tokens, heads * dv].
+
+        Under context parallelism `tokens` are this rank's. It then attends for all tokens and keeps its own: as right
+        as sharing that work out, which takes Transformer Engine.
+        """
+        if self.context_parallel_size == 1:
+            return self._attend_packed(query, key, value, packed_seq_params)
+        group, starts = parallel_state.get_context_parallel_group(), packed_seq_params.cu_seqlens_q
+        whole = (gather_whole(x, starts, group) for x in (query, key, value))
+        rows = rows_of(starts, len(query) * group.size(), group.size(), group.rank())
+        return self._attend_packed(*whole, packed_seq_params).index_select(0, rows)
+
+    def _attend_packed(self, query, key, value, packed_seq_params: PackedSequences) -> torch.Tensor:
         groups = packed_seq_params.padded_groups
         if len(groups) == 1:
             source, target, n, longest = groups[0]

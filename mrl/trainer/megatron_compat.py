@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from mrl.trainer.context import rows_of
 from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
 
 SUPPORTED = ((0, 16), (0, 19))
@@ -59,12 +60,15 @@ def rotary_of_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Ten
 
     Args:
         t: [tokens, heads, d] queries or keys.
-        cu_seqlens: int32 [sequences + 1], where each sequence starts in `t`; the last is `tokens`.
+        cu_seqlens: int32 [sequences + 1], where each sequence starts in the whole row; the last is its length.
         freqs: [at least the longest sequence, 1, 1, d] angles by position.
-        cp_group: unused; there is no context parallelism.
+        cp_group: the context-parallel group over which the row is dealt, if it is.
         interleaved: whether the dimensions of latent attention alternate, under the name it has in this version.
     """
-    position = positions(cu_seqlens, t.shape[0])
+    cp = 1 if cp_group is None else cp_group.size()
+    position = positions(cu_seqlens, cp * t.shape[0])
+    if cp > 1:
+        position = position[rows_of(cu_seqlens, len(position), cp, cp_group.rank())]
     return rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1), freqs.index_select(0, position), rotary_interleaved=rotary_interleaved, mscale=mscale,
         **interleaved,

@@ -5,6 +5,7 @@ Pure functions on lengths and tensors: no Megatron, no distributed state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Sequence
 
 import torch
@@ -68,47 +69,44 @@ def _fill(lengths: Sequence[int], samples: list[int], count: int, max_tokens: in
 
 @dataclass(frozen=True)
 class Packed:
-    """One microbatch as a single row. N: real tokens, P >= N: with the padding at the tail."""
+    """One microbatch as a single row. N: real tokens; P >= N: with the padding behind sequences and at the tail."""
 
     tokens: torch.Tensor
     """int64 [P]; 0 in the padding."""
     position_ids: torch.Tensor
     """int64 [P]; restarts with every sequence."""
     cu_seqlens: torch.Tensor
-    """int32 [sequences + 1]: start of every sequence, then P. Padding is the last sequence."""
+    """int32 [sequences + 1]: start of every sequence, then P. Padding at the tail is the last sequence."""
+    places: torch.Tensor
+    """int64 [N]: where each real token is in the row."""
     fields: Sample
     """Every field of the samples, concatenated: [N]."""
     lengths: list[int]
     """Tokens of each sample, without the padding."""
+    longest: int
+    """Tokens of the longest sequence, with the padding."""
 
     @property
     def real(self) -> int:
         """N."""
         return sum(self.lengths)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, padding included."""
-        return max([*self.lengths, len(self.tokens) - self.real])
-
     def to(self, device: torch.device) -> "Packed":
         """A copy on `device`."""
         fields = {name: field.to(device) for name, field in self.fields.items()}
-        return Packed(self.tokens.to(device), self.position_ids.to(device), self.cu_seqlens.to(device), fields,
-                      self.lengths)
-
-    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a packed [N] (or longer) tensor back into one [T] tensor per sample."""
-        return list(values[:self.real].split(self.lengths))
+        return Packed(self.tokens.to(device), self.position_ids.to(device), self.cu_seqlens.to(device),
+                      self.places.to(device), fields, self.lengths, self.longest)
 
 
-def pack(samples: Sequence[Sample], multiple_of: int = 1) -> Packed:
+def pack(samples: Sequence[Sample], multiple_of: int = 1, cp: int = 1) -> Packed:
     """Concatenate samples into one row (Megatron's "thd" format).
 
     Args:
         samples: may be empty; then the row is padding alone.
         multiple_of: the row's length is a multiple of it and at least it (tensor-parallel size under sequence
             parallelism).
+        cp: context parallel size; above 1, every sequence is padded to a multiple of 2 * cp (see `context`), and each
+            rank's share of the row has a length that is a multiple of `multiple_of`.
 
     Raises:
         ValueError: samples without "tokens", with fields of unequal length or with different sets of fields.
@@ -116,18 +114,24 @@ def pack(samples: Sequence[Sample], multiple_of: int = 1) -> Packed:
     for index, sample in enumerate(samples):
         _check(sample, index, samples[0].keys())
     lengths = [len(sample["tokens"]) for sample in samples]
-    real = sum(lengths)
-    padding = -real % multiple_of if real else multiple_of
-    spans = [*lengths, padding] if padding else lengths
+    multiple = 2 * cp if cp > 1 else 1
+    spans = [length + -length % multiple for length in lengths]
+    unit = lcm(multiple, cp * multiple_of)
+    padding = -sum(spans) % unit if spans else unit
+    starts = torch.tensor([0, *spans]).cumsum(0).tolist()
+    spans += [padding] if padding else []
     names = samples[0].keys() if samples else ("tokens",)
     fields = {name: torch.cat([sample[name] for sample in samples]) if samples else torch.zeros(0, dtype=torch.int64)
               for name in names}
+    places = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, [*lengths, 0])])
     return Packed(
-        tokens=torch.cat([fields["tokens"], torch.zeros(padding, dtype=torch.int64)]),
+        tokens=torch.zeros(sum(spans), dtype=torch.int64).index_copy_(0, places, fields["tokens"]),
         position_ids=torch.cat([torch.arange(span) for span in spans]),
         cu_seqlens=torch.tensor([0, *torch.tensor(spans).cumsum(0)], dtype=torch.int32),
+        places=places,
         fields=fields,
         lengths=lengths,
+        longest=max(spans),
     )
 
 

@@ -45,6 +45,7 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,

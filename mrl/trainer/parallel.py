@@ -24,6 +24,11 @@ class Place:
         return self.layout.is_last(self.coord)
 
     @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """The context-parallel group; None where ranks hold whole sequences."""
+        return parallel_state.get_context_parallel_group() if self.layout.cp > 1 else None
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel group; None where there is nothing to reduce."""
         return parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
@@ -33,7 +38,7 @@ def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
     """Build Megatron's process groups (once per process and layout) and seed its generators. Collective.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of tp * pp, or that of a stage's not one of ep * etp.
+        ValueError: the number of ranks is not a multiple of tp * cp * pp, or that of a stage's not one of ep * etp.
     """
     layout = parallel.layout(dist.get_world_size())
     if not _entered(layout):
@@ -41,8 +46,8 @@ def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=False,
+            context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep, 
+            expert_tensor_parallel_size=layout.etp, create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Place(layout, layout.coord(dist.get_rank()))
@@ -51,8 +56,9 @@ def enter_layout(parallel: TrainerParallel, seed: int) -> Place:
 def _entered(layout: Layout) -> bool:
     if not parallel_state.model_parallel_is_initialized():
         return False
-    return (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) == (
-        parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
+    return (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp) == (
+        parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size(),
     )

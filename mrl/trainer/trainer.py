@@ -22,6 +22,7 @@ from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, chunk_prefix, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
 from mrl.trainer import checkpoint, megatron_compat
+from mrl.trainer.context import gather_same, rows_of
 from mrl.trainer.files import model_directory
 from mrl.trainer.local_layers import PackedSequences
 from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy
@@ -88,7 +89,7 @@ class Trainer:
     @property
     def dp_rank(self) -> int:
         """Which data-parallel replica this rank belongs to."""
-        return self.coord.dp
+        return self.layout.replica(self.coord)
 
     @property
     def is_last_stage(self) -> bool:
@@ -118,7 +119,7 @@ class Trainer:
         self.optimizer.zero_grad()
         reports = self._run(microbatches, partial(self._loss, loss_fn))
         step = self.optimizer.step()
-        contributes = self.is_last_stage and self.coord.tp == 0
+        contributes = self.is_last_stage and self.coord.tp == 0 and self.coord.dp % self.layout.cp == 0
         metrics = gather_metrics(sum_metrics(reports) if contributes else {})
         return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "update_skipped": float(step.skipped)}
 
@@ -195,7 +196,8 @@ class Trainer:
         multiple = self.layout.tp if self.config.sequence_parallel else 2 if self.te else 1
         # The interleaved schedule passes chunks from stage to stage in groups of pp microbatches.
         missing = -len(microbatches) % self.layout.pp if self.layout.vpp > 1 else 0
-        packed = [pack(samples, multiple).to(self.platform.device()) for samples in [*microbatches, *[[]] * missing]]
+        packed = [pack(samples, multiple, self.layout.cp).to(self.platform.device())
+                  for samples in [*microbatches, *[[]] * missing]]
         rows = [iter(packed) for _ in self.chunks]
         forward_only = not torch.is_grad_enabled()
         if self.balance_coef and not forward_only:
@@ -210,7 +212,7 @@ class Trainer:
     def _weigh_balance_loss(self, packed: list[Packed]) -> None:
         """Make the load-balancing loss of the step the mean over its tokens (padding too) of their microbatches'."""
         tokens = torch.tensor(float(sum(len(row.tokens) for row in packed)), device=self.platform.device())
-        if self.layout.dp > 1:
+        if self.layout.replicas > 1:
             dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         # Every router reads it from here; its gradient is multiplied by the microbatch's tokens.
         self.config.moe_aux_loss_coeff = self.balance_coef / tokens.item()
@@ -222,7 +224,8 @@ class Trainer:
             qkv_format="thd", cu_seqlens_q=packed.cu_seqlens, cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
         )
-        output = model(packed.tokens[None], packed.position_ids[None], None, packed_seq_params=sequences)
+        tokens, positions = (self._own(packed, row)[None] for row in (packed.tokens, packed.position_ids))
+        output = model(tokens, positions, None, packed_seq_params=sequences)
         return output, partial(on_logits, packed)
 
     def _loss(self, loss_fn: LossFn, packed: Packed, logits: torch.Tensor) -> tuple:
@@ -245,9 +248,16 @@ class Trainer:
         local = logits.shape[-1]
         shard = VocabShard(self.coord.tp * local, self.spec.vocab, self.place.tensor_group)
         # The logits at position t are about token t + 1.
-        values = log_probs_and_entropy(logits[0], packed.tokens.roll(-1), shard, self.temperature)
-        first = packed.position_ids[:packed.real] == 0
-        return tuple(torch.where(first, 0.0, value.roll(1)[:packed.real]) for value in values)
+        values = log_probs_and_entropy(logits[0], self._own(packed, packed.tokens.roll(-1)), shard, self.temperature)
+        if group := self.place.context_group:
+            values = (gather_same(value, packed.cu_seqlens, group) for value in values)
+        first = packed.position_ids[packed.places] == 0
+        return tuple(torch.where(first, 0.0, value.roll(1)[packed.places]) for value in values)
+
+    def _own(self, packed: Packed, row: torch.Tensor) -> torch.Tensor:
+        """What of [P] this rank works on: under context parallelism its share, else all of it."""
+        group = self.place.context_group
+        return row[rows_of(packed.cu_seqlens, len(row), group.size(), group.rank())] if group else row
 
 
 def _sum_gradients(model: list, num_tokens: torch.Tensor | None = None, **kwargs) -> None:

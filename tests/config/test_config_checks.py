@@ -31,6 +31,7 @@ def test_the_valid_experiment_has_no_problems(experiment_file, hf_config):
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "num_key_value_heads 2"),
     (["trainer.parallel.tp=3", "cluster.trainer_gpus=3"], "trainer.parallel.tp", "intermediate_size 112"),
     (["trainer.parallel.pp=3", "cluster.trainer_gpus=6"], "trainer.parallel.pp", "num_hidden_layers 4"),
+    (["trainer.parallel.cp=3"], "cluster.trainer_gpus", "(trainer.parallel.tp * cp * pp)"),
     (["rollout.parallel.tp=3", "cluster.rollout_gpus=3"], "rollout.parallel.tp", "divide num_attention_heads 4"),
     (["rollout.parallel.tp=7", "cluster.rollout_gpus=7"], "rollout.parallel.tp", "padded vocabulary (128)"),
     (["trainer.parallel.tp=1", "trainer.parallel.sequence_parallel=true"], "trainer.parallel.sequence_parallel",
@@ -83,7 +84,7 @@ def test_pipelines_and_dense_models(experiment_file, hf_config, overrides, key, 
     (["ep=3", "sequence_parallel=true"], PARALLEL + "ep", "ep 3 does not divide the number of experts 4"),
     (["etp=3", "sequence_parallel=true"], PARALLEL + "etp", "etp 3 does not divide moe_intermediate_size 40"),
     (["ep=4", "etp=4", "sequence_parallel=true"], "cluster.trainer_gpus",
-     "a multiple of 16 (of trainer.parallel.tp * trainer.parallel.pp and of trainer.parallel.ep * etp * pp)"),
+     "a multiple of 16 (of trainer.parallel.tp * cp * pp and of trainer.parallel.ep * etp * pp)"),
 ], ids=str)
 def test_experts(experiment_file, hf_config, overrides, key, words):
     hf_config.update(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,

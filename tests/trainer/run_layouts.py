@@ -49,7 +49,7 @@ def splits(dp: int):
 
 def check_log_probs(trainer, batch, truth) -> None:
     """Also shows that packing does not matter: transformers saw every sample alone."""
-    mine = next(iter(splits(trainer.layout.dp)))[trainer.dp_rank]
+    mine = next(iter(splits(trainer.layout.replicas)))[trainer.dp_rank]
     got = trainer.log_probs([[batch[i] for i in microbatch] for microbatch in mine])
     for index, log_prob in zip([i for microbatch in mine for i in microbatch], got, strict=True):
         torch.testing.assert_close(log_prob, truth["log_probs"][index], atol=TOLERANCE, rtol=0)
@@ -64,7 +64,7 @@ def check_gradients(trainer, batch, truth) -> None:
             entropies[index] = piece
         return loss_fn(log_probs, entropy, fields)
 
-    for split in splits(trainer.layout.dp):
+    for split in splits(trainer.layout.replicas):
         mine = split[trainer.dp_rank]
         seen = [microbatch for microbatch in mine if microbatch]
         step = trainer.optimizer.step

@@ -20,9 +20,9 @@ SCRIPT = Path(__file__).parent / "run_layouts.py"
 @pytest.mark.parametrize(("ranks", "layouts"), [
     (1, ["tp=1"]),
     (2, ["tp=2", "pp=2", "tp=1", "tp=2,sp=1", "pp=2,vpp=2", "pp=2,first_stage_layers=1", "ep=2", "tp=2,sp=1,ep=2",
-         "etp=2"]),
+         "etp=2", "cp=2"]),
     pytest.param(4, ["tp=2,pp=2", "tp=2,pp=2,vpp=2,sp=1,ep=2", "tp=4", "ep=2", "ep=2,etp=2", "tp=2,sp=1,ep=2,etp=2",
-                     "pp=2,etp=2,first_stage_layers=3"], marks=pytest.mark.slow),
+                     "pp=2,etp=2,first_stage_layers=3", "tp=2,cp=2,sp=1", "cp=2,pp=2,ep=2"], marks=pytest.mark.slow),
 ], ids=lambda value: f"{value}ranks" if isinstance(value, int) else "")
 def test_equal_to_transformers(tiny_models, ranks, layouts):
     output = torchrun(SCRIPT, ranks, tiny_models, *layouts, timeout_s=900)

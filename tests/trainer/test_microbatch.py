@@ -55,7 +55,6 @@ def test_pack_without_padding():
     assert packed.cu_seqlens.tolist() == [0, 3, 4] and packed.cu_seqlens.dtype == torch.int32
     assert packed.fields["weights"].tolist() == [0.5, 1.0, 1.5, 2.0]
     assert (packed.real, packed.longest) == (4, 3)
-    assert [part.tolist() for part in packed.split(packed.tokens)] == [[1, 2, 3], [4]]
 
 
 def test_padding_is_a_sequence_of_its_own_and_in_no_field():
@@ -69,7 +68,16 @@ def test_padding_is_a_sequence_of_its_own_and_in_no_field():
 def test_an_empty_microbatch_is_padding_alone():
     packed = pack([], multiple_of=2)
     assert packed.cu_seqlens.tolist() == [0, 2] and packed.real == 0 and packed.longest == 2
-    assert packed.split(packed.tokens) == []
+
+
+def test_context_parallelism_pads_every_sequence():
+    packed = pack([sample(1, 2, 3), sample(4, 5, 6, 7)], cp=2)
+    assert packed.tokens.tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+    assert packed.cu_seqlens.tolist() == [0, 4, 8] and packed.longest == 4
+    assert packed.places.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert packed.tokens[packed.places].tolist() == packed.fields["tokens"].tolist()
+    shares = pack([sample(1, 2, 3), sample(4, 5, 6, 7)], multiple_of=3, cp=2)
+    assert len(shares.tokens) == 12 and shares.cu_seqlens.tolist() == [0, 4, 8, 12]
 
 
 @pytest.mark.parametrize(("samples", "words"), [
