@@ -44,6 +44,8 @@ def connect_ray(address: str, namespace: str) -> None:
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # a SIGTERM is no crash to be traced
     # Ray would kill just an actor's own children: the guard of an engine, and so the one who ends the engine's.
     os.environ["RAY_kill_child_processes_on_worker_exit"] = "false"
+    # Engines are children of actors, which Ray starts with a lower priority than everything else on the machine.
+    os.environ["RAY_worker_niceness"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # mrl alone sets CUDA_VISIBLE_DEVICES
     options = {} if address != "local" else {"num_cpus": os.cpu_count(), "include_dashboard": False}
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR", **options)
