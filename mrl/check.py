@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mrl import environment
 from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
@@ -139,6 +140,12 @@ def show_engine_version(console: Console, exp: Experiment) -> None:
         console.print(f"engine: {exp.rollout.engine} {found.version or '(its version is not known)'}", highlight=False)
         if warning := version_warning(exp.rollout.engine, found.version):
             console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def show_environment(console: Console, exp: Experiment | None) -> None:
+    """Print what is installed here for trainers, and for the engine of an experiment."""
+    _show(console, "Trainers", ("package", "found", "what it buys", "without it"), environment.trainer_rows())
+    _show(console, "Engine", ("engine", "found", "where", "to be mended"), environment.engine_rows(exp))
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:

@@ -54,6 +54,8 @@ def check(
         metavar="EXPERIMENT", help="the experiment's YAML file")] = None,
     overrides: Overrides = None,
     keys: Annotated[bool, typer.Option("--keys", help="list all keys with type, default and meaning")] = False,
+    environment: Annotated[bool, typer.Option(
+        "--environment", help="show what is installed, what it buys, and what happens without it")] = False,
     gpus: Annotated[Optional[int], typer.Option(
         min=0, help="plan for a machine with this many GPUs. Default: do not count them")] = None,
 ) -> None:
@@ -65,8 +67,13 @@ def check(
         if keys:
             plans.show_keys(console)
             return
+        if environment:
+            from mrl.config.load import load_experiment
+
+            plans.show_environment(console, load_experiment(experiment, overrides or []) if experiment else None)
+            return
         if experiment is None:
-            raise UserError("mrl check needs an EXPERIMENT (or --keys)")
+            raise UserError("mrl check needs an EXPERIMENT (or --keys, or --environment)")
         from mrl.preflight import check_engine_python, preflight_plan
 
         exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from mrl.cli import app
 from mrl.engine.versions import TESTED
 
 HF_CONFIG = {
@@ -80,3 +82,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch):
     for name in list(os.environ):
         if name.startswith("MRL_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs `mrl` with arguments on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])

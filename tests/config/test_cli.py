@@ -7,24 +7,14 @@ import types
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from mrl import check as plans
-from mrl.cli import app
 from mrl.config.keys import leaf_keys
 from mrl.config.load import load_experiment
 from mrl.engine.versions import TESTED
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 EXPERIMENTS = [path for path in CONFIGS if "sft" not in path.name]
-
-
-@pytest.fixture
-def invoke(monkeypatch):
-    """Runs `mrl` with arguments on a wide terminal."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "dumb")
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def row(output: str, first: str) -> list[str]:

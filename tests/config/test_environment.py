@@ -1,0 +1,34 @@
+"""`mrl check --environment`."""
+import importlib.metadata
+import sys
+
+from mrl import environment
+from mrl.config.load import load_experiment
+from tests.config.test_cli import row
+
+
+def test_what_is_installed_is_named_with_its_version(invoke):
+    result = invoke("check", "--environment")
+    assert result.exit_code == 0, result.output
+    for package in ("torch", "megatron-core", "ray"):
+        assert row(result.output, package)[1] == importlib.metadata.version(package)
+    assert "0.26.0" in row(result.output, "vllm")[2]
+
+
+def test_what_is_missing_says_what_happens_without_it(monkeypatch):
+    missing = environment.Component("no-such-package", "no_such_package.inner", "wings", "walking")
+    monkeypatch.setattr(environment, "COMPONENTS", (missing,))
+    assert environment.trainer_rows()[-1] == ("no-such-package", "not found", "wings", "walking")
+
+
+def test_a_module_without_metadata_is_found(monkeypatch):
+    monkeypatch.setattr(environment, "COMPONENTS", (environment.Component("no-such-package", "json", "", ""),))
+    assert environment.trainer_rows()[-1][1] == "installed, version unknown"
+
+
+def test_the_engine_of_an_experiment_is_looked_for(experiment_file):
+    exp = load_experiment(experiment_file, ["rollout.python=/nowhere/python"])
+    [(name, found, where, remedy)] = environment.engine_rows(exp)
+    assert (name, found) == ("vllm", "not found") and "/nowhere/python" in where and "no such file" in remedy
+    exp = load_experiment(experiment_file, [f"rollout.python={sys.executable}"])
+    assert "this Python has no vllm" in environment.engine_rows(exp)[0][3]
