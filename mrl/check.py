@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mrl import environment
+from mrl import environment, rates
 from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
@@ -146,6 +147,21 @@ def show_environment(console: Console, exp: Experiment | None) -> None:
     """Print what is installed here for trainers, and for the engine of an experiment."""
     _show(console, "Trainers", ("package", "found", "what it buys", "without it"), environment.trainer_rows())
     _show(console, "Engine", ("engine", "found", "where", "to be mended"), environment.engine_rows(exp))
+
+
+def show_rates(console: Console, exp: Experiment, run_dir: Path, gpus: int | None) -> None:
+    """Print how a run's timings would have the experiment's GPUs split."""
+    found = rates.report(exp, run_dir, gpus)
+    run, best = found["rates"], found["splits"]
+    console.print(f"{run_dir}, median of {run.steps} steps: generation {run.generation:.1f} GPU-seconds, training "
+                  f"{run.training:.1f} GPU-seconds, sync {run.sync:.2f} s", highlight=False)
+    _show(console, f"one_step_overlap on {found['gpus']} GPUs, if both sides scale with theirs",
+          ("cluster.trainer_gpus", "cluster.rollout_gpus", "step", "trainers idle", "engines idle"),
+          [(str(split.trainer_gpus), str(split.rollout_gpus), f"{split.step_s:.2f} s", f"{split.trainer_idle:.0%}",
+            f"{split.rollout_idle:.0%}") for split in best])
+    console.print(f"colocated_sync on all {found['gpus']}: {found['colocated_step_s']:.2f} s, and the time to hand over "
+                  f"memory. Use cluster.trainer_gpus={best[0].trainer_gpus} "
+                  f"cluster.rollout_gpus={best[0].rollout_gpus}, and measure again.", highlight=False)
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:

@@ -56,11 +56,14 @@ def check(
     keys: Annotated[bool, typer.Option("--keys", help="list all keys with type, default and meaning")] = False,
     environment: Annotated[bool, typer.Option(
         "--environment", help="show what is installed, what it buys, and what happens without it")] = False,
+    rates: Annotated[Optional[Path], typer.Option(
+        metavar="RUN", help="say how to split the GPUs (--gpus, or the experiment's), from this run's timings")] = None,
     gpus: Annotated[Optional[int], typer.Option(
         min=0, help="plan for a machine with this many GPUs. Default: do not count them")] = None,
 ) -> None:
     """Check an experiment and print its plan: processes, batch, memory, weight buckets. Starts nothing."""
     from mrl import check as plans
+    from mrl.config.load import load_experiment
 
     console = Console()
     with _user_errors():
@@ -68,12 +71,13 @@ def check(
             plans.show_keys(console)
             return
         if environment:
-            from mrl.config.load import load_experiment
-
             plans.show_environment(console, load_experiment(experiment, overrides or []) if experiment else None)
             return
         if experiment is None:
             raise UserError("mrl check needs an EXPERIMENT (or --keys, or --environment)")
+        if rates:
+            plans.show_rates(console, load_experiment(experiment, overrides or []), rates, gpus)
+            return
         from mrl.preflight import check_engine_python, preflight_plan
 
         exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))
