@@ -159,8 +159,8 @@ def show_rates(console: Console, exp: Experiment, run_dir: Path, gpus: int | Non
           ("cluster.trainer_gpus", "cluster.rollout_gpus", "step", "trainers idle", "engines idle"),
           [(str(split.trainer_gpus), str(split.rollout_gpus), f"{split.step_s:.2f} s", f"{split.trainer_idle:.0%}",
             f"{split.rollout_idle:.0%}") for split in best])
-    console.print(f"colocated_sync on all {found['gpus']}: {found['colocated_step_s']:.2f} s, and the time to hand over "
-                  f"memory. Use cluster.trainer_gpus={best[0].trainer_gpus} "
+    console.print(f"colocated_sync on all {found['gpus']}: {found['colocated_step_s']:.2f} s, and the time to hand "
+                  f"over memory. Use cluster.trainer_gpus={best[0].trainer_gpus} "
                   f"cluster.rollout_gpus={best[0].rollout_gpus}, and measure again.", highlight=False)
 
 
@@ -249,8 +249,8 @@ def _batch_rows(plan: Plan) -> Rows:
         ("samples a step", f"{batch.prompts_per_step} prompts × {batch.samples_per_prompt} = {samples}"),
         ("optimizer steps a step", f"{batch.minibatches} minibatch(es) × {batch.epochs} epoch(s) = "
                                    f"{batch.minibatches * batch.epochs}"),
-        ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.replicas} replica(s) when "
-                                "all are equally long"),
+        ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.replicas} replica(s) "
+                                "when all are equally long"),
         ("longest sample", f"{longest} tokens"),
         ("tokens a step", f"at most {samples * longest:,}"),
         ("microbatches", f"at most {ceil(per_replica / at_once)} a minibatch and replica, of "
