@@ -18,6 +18,7 @@ from typing import Any
 from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
+from mrl.config.rewards import Custom, Part, RewardModel
 from mrl.config.schema import Experiment
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into
@@ -87,14 +88,22 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
                           "tokenizer_config.json)", "copy the tokenizer files into it")
     if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
         yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
-    if exp.reward.kind == "custom" and exp.reward.function:
-        file = exp.reward.function.rpartition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            yield Problem("reward.function", exp.reward.function, "an existing Python file", f"no such file: {file}")
+    for name, part in exp.reward.parts.items():
+        yield from _check_part_files(f"reward.parts.{name}", part)
     shared = exp.sync.disk_dir
     if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
         yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
                       "make it, or mount the file system that trainers and engines share")
+
+
+def _check_part_files(key: str, part: Part) -> Iterator[Problem]:
+    """Files that a part of the reward names."""
+    if isinstance(part, Custom):
+        file = part.function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            yield Problem(f"{key}.function", part.function, "an existing Python file", f"no such file: {file}")
+    if isinstance(part, RewardModel) and part.instruction is not None and not Path(part.instruction).is_file():
+        yield Problem(f"{key}.instruction", part.instruction, "an existing file", "no such file")
 
 
 def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Problem]:

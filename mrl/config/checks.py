@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Callable
 
 from mrl.config.errors import Problem
+from mrl.config.reward_checks import check_reward
 from mrl.config.schema import Correction, Experiment, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
@@ -36,7 +37,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
                 *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *_check_reward(exp)]
+                *check_reward(exp.reward)]
     if exp.eval.every and exp.data.eval is None:
         problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
                                 "set data.eval, or eval.every: 0"))
@@ -52,7 +53,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *_check_reward(exp)]
+                *check_reward(exp.reward)]
     if exp.data.eval is None:
         problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
                                 "for example data.eval=heldout.jsonl"))
@@ -240,18 +241,6 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
     if exp.sync.disk_dir is not None and transport != "disk":
         yield Problem("sync.disk_dir", exp.sync.disk_dir, f"null: sync.transport {transport} writes no files",
                       "remove sync.disk_dir, or set sync.transport: disk")
-
-
-def _check_reward(exp: Experiment) -> Iterator[Problem]:
-    function = exp.reward.function
-    if exp.reward.kind == "custom":
-        file, _, name = (function or "").rpartition(":")
-        if not file.endswith(".py") or not name.isidentifier():
-            yield Problem("reward.function", str(function), "'path.py:function' with reward.kind custom",
-                          "for example reward.function: rewards/mine.py:score")
-    elif function is not None:
-        yield Problem("reward.function", function, f"null with reward.kind {exp.reward.kind}",
-                      "set reward.kind: custom")
 
 
 def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:

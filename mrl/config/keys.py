@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.config.schema import Experiment, Section
+from mrl.config.schema import Experiment
+from mrl.config.section import Section
 
 REQUIRED = "required"
 
@@ -28,7 +29,7 @@ class Key:
 def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
     """Sections and leaves of a kind of file by dotted name, in the order of the schema."""
     schema = kind.model_json_schema()
-    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+    return {key.name: key for key in _walk(schema, schema.get("$defs", {}), "")}
 
 
 def leaf_keys() -> list[Key]:
@@ -89,6 +90,8 @@ def _type_text(field: dict) -> str:
         return " or ".join(_type_text(choice) for choice in field["anyOf"])
     if "enum" in field:
         return "one of " + ", ".join(field["enum"])
+    if "discriminator" in field:
+        return f"a mapping with {field['discriminator']['propertyName']} and the keys of that"
     if "const" in field:
         return str(field["const"])
     kind = field["type"]

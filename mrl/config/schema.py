@@ -6,18 +6,13 @@ can decide (layouts, partitions, budgets against each other) is checked in `mrl.
 """
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from mrl.config.rewards import AnyPart, Math, named_parts
+from mrl.config.section import Fraction, Port, Section
 from mrl.reshard.layout import Layout
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -42,11 +37,18 @@ class Data(Section):
 
 
 class Reward(Section):
-    kind: Literal["math", "exact", "custom"] = Field(
-        "math", description="math: math-verify; exact: string equality; custom: your function")
-    function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
-    timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
-    processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
+    """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`."""
+
+    parts: dict[str, AnyPart] = Field(
+        {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
+        description="name: {kind, weight, ...}; the reward is the sum of weight * score. The kinds and their keys are in "
+                    "docs/rewards.md. One part may be written without a name: reward: {kind: ...}")
+    processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_part(cls, given: Any) -> Any:
+        return named_parts(given, set(cls.model_fields)) if isinstance(given, dict) else given
 
 
 class Clip(Section):

@@ -190,7 +190,7 @@ def test_relative_paths_start_at_the_current_directory(content, write, folder, m
     assert exp.model.chat_template == str(folder / "here" / "chat.jinja")
     assert exp.data.train == "hf:owner/name"
     assert exp.data.eval == str(folder / "home" / "heldout.jsonl")
-    assert exp.reward.function == f"{folder}/here/mine.py:score"
+    assert exp.reward.parts["custom"].function == f"{folder}/here/mine.py:score"
     assert exp.rollout.python == "python3"  # looked up on PATH
     assert exp.log.dir == str(folder / "here" / "runs")
 
