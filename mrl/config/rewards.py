@@ -13,9 +13,14 @@ from mrl.config.section import Section
 
 
 class Part(Section):
-    """What every kind has. `remote`: it is asked over the network, and needs no process that can be killed."""
+    """What every kind has.
+
+    remote: it is asked over the network, and needs no process that can be killed. checks_answers: it can tell from a
+    reference answer alone that no response could be compared with it.
+    """
 
     remote: ClassVar[bool] = False
+    checks_answers: ClassVar[bool] = True
 
     weight: float = Field(1.0, description="factor of this part in the sum that is the reward; may be negative")
     timeout_s: PositiveFloat = Field(10.0, description="scoring one response (of a batch or group: all of them) may "
@@ -64,6 +69,9 @@ class Code(TextPart):
     memory_mb: PositiveInt = Field(512, description="address space of each process of the program, MiB")
     file_mb: PositiveInt = Field(16, description="largest file, and largest output of a test, MiB")
     processes: PositiveInt = Field(16, description="processes and threads of the program at once")
+    isolation: Literal["if_possible", "required"] = Field(
+        "if_possible", description="namespaces without network and with read-only files; required: no run where the "
+                                   "machine does not allow them; if_possible: a warning then")
 
 
 class Rouge(TextPart):
@@ -74,12 +82,16 @@ class Rouge(TextPart):
 
 
 class Format(Part):
+    checks_answers: ClassVar[bool] = False
+
     kind: Literal["format"]
     pattern: str = Field(r"<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+", description=
                          "regular expression that the whole response must match, . meaning any character")
 
 
 class Length(Part):
+    checks_answers: ClassVar[bool] = False
+
     kind: Literal["length"]
     unit: Literal["tokens", "characters"] = Field("tokens", description="what is counted in the response")
     full: NonNegativeInt = Field(description="length that scores 1")
@@ -93,6 +105,8 @@ class ReasoningGym(TextPart):
 
 
 class Custom(Part):
+    checks_answers: ClassVar[bool] = False
+
     kind: Literal["custom"]
     function: str = Field(description="'path.py:function', sync or async")
     batch: bool = Field(False, description="call it once for all responses to one prompt; it returns a list of numbers")
@@ -102,6 +116,7 @@ class Server(Part):
     """Kinds that ask a server."""
 
     remote: ClassVar[bool] = True
+    checks_answers: ClassVar[bool] = False
 
     url: str = Field(pattern=r"^https?://[^/\s]", description="address of the server, http:// or https://")
     timeout_s: PositiveFloat = Field(60.0, description="longest wait for one answer, each retry anew")
