@@ -50,7 +50,8 @@ def evaluate(experiment: Experiment, model: Path | None) -> int:
         for group in groups:
             for t in group.trajectories:
                 file.write(json.dumps({"prompt": group.prompt_text, "answer": group.answer, "response": t.response_text,
-                                       "reward": t.reward, "finish_reason": t.finish_reason}) + "\n")
+                                       "reward": t.reward, "reward_parts": t.reward_parts,
+                                       "finish_reason": t.finish_reason}) + "\n")
     (run_dir / "metrics.json").write_text(json.dumps(metrics))
     table = Table("metric", "value", title=f"{experiment.model.path} on {experiment.data.eval}")
     for name, value in metrics.items():

@@ -71,7 +71,7 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     from mrl.engine.probe import look_into
     from mrl.engine.server import EngineServer
     from mrl.engine.versions import version_warning
-    from mrl.reward.pool import RewardError
+    from mrl.reward.api import RewardError
     from mrl.rollout.worker import RolloutWorker
 
     engine, python = experiment.rollout.engine, experiment.rollout.python

@@ -37,7 +37,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
                 *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *check_reward(exp.reward)]
+                *check_reward("reward", exp.reward)]
     if exp.eval.every and exp.data.eval is None:
         problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
                                 "set data.eval, or eval.every: 0"))
@@ -53,7 +53,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *check_reward(exp.reward)]
+                *check_reward("reward", exp.reward)]
     if exp.data.eval is None:
         problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
                                 "for example data.eval=heldout.jsonl"))

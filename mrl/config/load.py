@@ -120,7 +120,7 @@ def _absolute(path: str) -> str:
 
 
 def _absolute_data(value: str) -> str:
-    return value if value.startswith("hf:") else _absolute(value)
+    return value if value.startswith(("hf:", "reasoning_gym:")) else _absolute(value)
 
 
 def _absolute_part(part: Part) -> Part:
@@ -144,8 +144,9 @@ def _translate(error: Mapping[str, Any], given: Mapping[str, Any], kind: type[Se
     if error["type"].startswith("union_tag"):
         return _wrong_kind(_written([*place, "kind"], given), error)
     key, section, name = _written(place, given), kind, ".".join(place)
-    if (part := part_class(place)) is not None:
-        section, name = part, ".".join(place[4:])
+    part, start = part_class(place)
+    if part is not None:
+        section, name = part, ".".join(place[start:])
     known = find_key(name, section)
     if error["type"] == "extra_forbidden":
         near = nearest_key(name, section)

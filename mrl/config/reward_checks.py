@@ -12,16 +12,16 @@ RESERVED_NAMES = ("mean", "max", "min", "errors")
 """Names of metrics `reward/<name>` that no part may have."""
 
 
-def check_reward(reward: Reward) -> Iterator[Problem]:
-    """Everything about the parts of a reward that could not work."""
+def check_reward(section: str, reward: Reward) -> Iterator[Problem]:
+    """Everything about the parts of a reward that could not work; `section`: its dotted key."""
     for name, part in reward.parts.items():
-        key = f"reward.parts.{name}"
+        key = f"{section}.parts.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in RESERVED_NAMES:
-            yield Problem(key, name, "a name of letters, digits, _ and -, since its metric is reward/<name>; not one of "
-                          f"{', '.join(RESERVED_NAMES)}", "rename the part")
+            yield Problem(key, name, "a name of letters, digits, _ and -, since its metric is reward/<name>; not one "
+                          f"of {', '.join(RESERVED_NAMES)}", "rename the part")
         yield from _check_part(key, part)
     if all(part.weight == 0 for part in reward.parts.values()):
-        yield Problem("reward.parts", "weights that are all 0", "one weight that is not 0", "set a weight")
+        yield Problem(f"{section}.parts", "weights that are all 0", "one weight that is not 0", "set a weight")
 
 
 def _check_part(key: str, part: Part) -> Iterator[Problem]:

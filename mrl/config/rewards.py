@@ -155,9 +155,15 @@ KINDS: dict[str, type[Part]] = {
     get_args(part.model_fields["kind"].annotation)[0]: part for part in get_args(get_args(AnyPart)[0])}
 
 
-def part_class(place: Sequence[str]) -> type[Part] | None:
-    """The class of the part that a place `reward, parts, name, kind, key...` is inside of; None outside of parts."""
-    return KINDS.get(place[3]) if tuple(place[:2]) == ("reward", "parts") and len(place) > 4 else None
+def part_class(place: Sequence[str]) -> tuple[type[Part] | None, int]:
+    """The class of the part that a place `..., reward, parts, name, kind, key...` is inside of, and where `key` is.
+
+    (None, 0) for a place outside of parts.
+    """
+    for position in range(len(place) - 4):
+        if tuple(place[position:position + 2]) == ("reward", "parts"):
+            return KINDS.get(place[position + 3]), position + 4
+    return None, 0
 
 
 def named_parts(reward: dict[str, Any], others: set[str]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mrl.config.rewards import AnyPart, Math, named_parts
-from mrl.config.section import Fraction, Port, Section
+from mrl.config.section import Fraction, Section
 from mrl.reshard.layout import Layout
+
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Model(Section):
@@ -25,7 +27,8 @@ class Model(Section):
 
 
 class Data(Section):
-    train: str = Field(description=".jsonl, .parquet, or 'hf:name[:split]' (pip install datasets)")
+    train: str = Field(description=".jsonl, .parquet, 'hf:name[:split]' (pip install datasets) or "
+                       "'reasoning_gym:task[:option=value,...]' (pip install reasoning-gym)")
     eval: Optional[str] = Field(None, description="held-out prompts, same formats; null: no evaluation")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
@@ -41,8 +44,8 @@ class Reward(Section):
 
     parts: dict[str, AnyPart] = Field(
         {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
-        description="name: {kind, weight, ...}; the reward is the sum of weight * score. The kinds and their keys are in "
-                    "docs/rewards.md. One part may be written without a name: reward: {kind: ...}")
+        description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
+                    "and their keys. One part may be written without a name: reward: {kind: ...}")
     processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
 
     @model_validator(mode="before")

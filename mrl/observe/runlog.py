@@ -10,6 +10,8 @@ from mrl.rollout.evaluation import evaluation_metrics
 from mrl.rollout.types import Group
 from mrl.stream.report import PushReport
 
+_ERRORS_SHOWN = 5
+
 
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
@@ -75,13 +77,23 @@ class RunLog:
                      f"them: {', '.join(report.unverified[:5])}")
 
     def trajectories(self, name: str, groups: list[Group]) -> None:
-        """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""
+        """The first sample of the first log.trajectories_per_step groups, one JSON object a line.
+
+        Samples that could not be scored are named in the progress log, up to _ERRORS_SHOWN of them.
+        """
+        unscored = [(group, i, t) for group in groups for i, t in enumerate(group.trajectories) if t.reward_error]
+        for group, i, t in unscored[:_ERRORS_SHOWN]:
+            self.say(f"{name}: sample {i} of group {group.request.group_id} (row {group.request.prompt_index}) could "
+                     f"not be scored: {t.reward_error}")
+        if len(unscored) > _ERRORS_SHOWN:
+            self.say(f"{name}: nor could {len(unscored) - _ERRORS_SHOWN} others")
         chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
         with open(self.trajectory_dir / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,
-                    "reward": t.reward, "reward_error": t.reward_error, "finish_reason": t.finish_reason,
+                    "reward": t.reward, "reward_parts": t.reward_parts, "reward_error": t.reward_error,
+                    "finish_reason": t.finish_reason,
                     "version": str(t.version), "group": group.request.group_id}, ensure_ascii=False) + "\n")
 
     def close(self) -> None:

@@ -43,9 +43,9 @@ class CodeGrader(Grader):
     def warnings(self) -> list[str]:
         if self._sandbox.level == "namespaces":
             return []
-        return [f"programs are not cut off from the network and the file system: {self._sandbox.reason}. Only the limits "
-                "of time, memory, file size and processes hold. Run mrl where user namespaces are allowed, or in a "
-                "container that may be lost"]
+        return [f"programs are not cut off from the network and the file system: {self._sandbox.reason}. Only the "
+                "limits of time, memory, file size and processes hold. Run mrl where user namespaces are allowed, or "
+                "in a container that may be lost"]
 
     def check(self, answer: Any, row: Mapping[str, Any]) -> None:
         read_tests(answer)
@@ -90,7 +90,8 @@ def read_tests(answer: Any) -> Tests:
         raise ValueError(f"the tests {answer!r:.200} are no mapping with inputs and outputs, or its JSON text "
                          f"({type(error).__name__}: {error})") from error
     if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs: give as many, and one at least")
+        raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs: give as many of each, and "
+                         "one at least")
     if function is None and not all(isinstance(text, str) for text in inputs + outputs):
         raise ValueError("without fn_name, inputs and outputs must be strings: what is read and what is printed")
     if function is not None and not all(isinstance(arguments, list) for arguments in inputs):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mrl.config.rewards import MultipleChoice
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|bf|rm)\b|[${}*_`]|\\[()\[\]]")
-# "answer is (B)", "Answer: B", "Final answer - B."
-_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])+\s*:?\s*([^\n]{1,200})", re.IGNORECASE)
+# Before "(B)" in "answer is (B)", "Answer: B", "Final answer - B."
+_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])[\s:*]*", re.IGNORECASE)
 # One letter and perhaps the text of its choice: "B", "(B)", "B.", "B) Paris", "B: 12"; not "B or C", "Because".
 _ONE = re.compile(r"\(?([A-Za-z])(?:\)|[.:)](?=\s|$)|(?![A-Za-z0-9']))\s*(.*)", re.DOTALL)
 _OTHER = re.compile(r"(?:^|\b)(?:and|or|/|&|,)\s*\(?[A-Za-z]\b(?!')\)?(?!\w)", re.IGNORECASE)
@@ -47,8 +47,8 @@ class MultipleChoiceGrader(Grader):
         for candidate in (last_box(text), last_tag(text, "answer")):
             if candidate is not None:
                 return self._single(candidate)
-        if said := _SAID.findall(text):
-            return self._single(said[-1])
+        if said := list(_SAID.finditer(text)):
+            return self._single(text[said[-1].end():].partition("\n")[0])
         last_line = _STYLE.sub("", text.strip().rpartition("\n")[2][:200]).strip()
         return self._single(last_line) if re.fullmatch(r"\(?[A-Za-z]\)?[.]?", last_line) else None
 

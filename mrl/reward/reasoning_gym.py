@@ -13,8 +13,8 @@ from mrl.reward.text import LONGEST_ANSWER, answer_part, last_box, last_tag
 try:
     import reasoning_gym
 except ImportError as error:
-    raise ImportError(f"reward kind reasoning_gym needs the package reasoning-gym in the trainers' environment ({error}): "
-                      "pip install reasoning-gym==0.1.25") from error
+    raise ImportError("reward kind reasoning_gym needs the package reasoning-gym in the trainers' environment "
+                      f"({error}): pip install reasoning-gym==0.1.25") from error
 
 if TYPE_CHECKING:
     from mrl.config.rewards import ReasoningGym

@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs: one process a run, within limits, cut off from the machine as far as the kernel allows.
+"""Runs untrusted Python programs: a process each, within limits, cut off from the machine as far as the kernel allows.
 
 The caller's end; `mrl/reward/sandboxed.py` is what runs on the other. Linux only.
 """
@@ -21,6 +21,8 @@ namespaces: no network, no other processes, no files but the interpreter's and t
 that goes away with it; user: none of that, but a user id of its own (if mrl runs as root); none: only the limits hold.
 """
 _LEVELS: tuple[Level, ...] = ("namespaces", "user", "none")
+# The standard library must be in reach of the user that programs run as.
+_PROBE = "import decimal\nprint(40 + 2)"
 # The sandbox ends a program by itself; this is for one that cannot.
 _GRACE_S = 5.0
 
@@ -43,7 +45,7 @@ class Sandbox:
         self.reason = ""
         for level in _LEVELS:
             self.level: Level = level
-            output, problem = self._run({"program": "print(40 + 2)"}, b"")
+            output, problem = self._run({"program": _PROBE}, b"")
             if output == b"42\n":
                 return
             self.reason = self.reason or problem
@@ -73,8 +75,9 @@ class Sandbox:
         scratch = tempfile.mkdtemp(prefix="mrl-code-")
         os.chmod(scratch, 0o777)
         # Files in memory: their size is limited like that of others, and a pipe would have to be drained meanwhile.
-        with _memory_file(json.dumps({**job, "level": self.level, "scratch": scratch, **vars(limits)}).encode()) as jobs, \
-                _memory_file(stdin) as given, _memory_file(b"") as taken, _memory_file(b"") as said:
+        job = {**job, "level": self.level, "scratch": scratch, **vars(limits)}
+        with (_memory_file(json.dumps(job).encode()) as jobs, _memory_file(stdin) as given,
+              _memory_file(b"") as taken, _memory_file(b"") as said):
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandboxed.py")), str(jobs.fileno())],
                 stdin=given, stdout=taken, stderr=said, pass_fds=[jobs.fileno()], cwd=scratch,

@@ -1,6 +1,6 @@
 """The rollout worker: turns group requests into groups of scored trajectories, off the trainers' interpreter.
 
-A Ray actor on CPU. It owns the prompts, the tokenizer and the verifiers, and reaches engines only through their gates.
+A Ray actor on CPU. It owns the prompts, the tokenizer and the graders, and reaches engines only through their gates.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
 from mrl.data.tokenize import PromptEncoder
 from mrl.engine.api import GenerateRequest, Version
+from mrl.reward.api import Sample
 from mrl.reward.pool import RewardPool
 from mrl.rollout.router import Router
 from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
@@ -43,7 +44,7 @@ class RolloutWorker:
             source = data.train if kind == "train" else data.eval
             if source:
                 rows = load_prompts(source, data)
-                await self.rewards.check_answers([row[data.answer_key] for row in rows])
+                await self.rewards.check_answers([(row[data.answer_key], row) for row in rows])
                 self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
 
     async def sizes(self) -> dict[Kind, int]:
@@ -102,7 +103,7 @@ class RolloutWorker:
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
-        await asyncio.gather(*(self._score(row, t) for t in group.trajectories))
+        await self._score(row, request, group.trajectories)
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
@@ -124,8 +125,10 @@ class RolloutWorker:
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
                           self.encoder.decode(completion.token_ids))
 
-    async def _score(self, row: dict, trajectory: Trajectory) -> None:
-        data = self.experiment.data
-        result = await self.rewards.score(
-            row[data.prompt_key], trajectory.response_text, row[data.answer_key], row)
-        trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted
+    async def _score(self, row: dict, request: GroupRequest, trajectories: list[Trajectory]) -> None:
+        data, group = self.experiment.data, f"{request.kind} group {request.group_id} (row {request.prompt_index})"
+        samples = [Sample(row[data.prompt_key], t.response_text, row[data.answer_key], row, t.response_length,
+                          name=f"sample {i} of {group}") for i, t in enumerate(trajectories)]
+        for t, result in zip(trajectories, await self.rewards.score(samples), strict=True):
+            t.reward, t.reward_error, t.extracted = result.reward, result.error, result.extracted
+            t.reward_parts = dict(result.parts)

@@ -9,7 +9,8 @@ from mrl.config.schema import Reward
 
 
 def messages(reward: dict) -> dict[str, str]:
-    return {problem.key: f"{problem.allowed} {problem.remedy}" for problem in check_reward(Reward.model_validate(reward))}
+    found = check_reward("reward", Reward.model_validate(reward))
+    return {problem.key: f"{problem.allowed} {problem.remedy}" for problem in found}
 
 
 @pytest.mark.parametrize("kind, needed", [
@@ -19,7 +20,7 @@ def messages(reward: dict) -> dict[str, str]:
 def test_every_kind_as_the_only_part_and_as_one_of_several(kind, needed):
     short = Reward.model_validate({"kind": kind, **needed, "weight": 0.5, "processes": 2})
     long = Reward.model_validate({"parts": {kind: {"kind": kind, **needed, "weight": 0.5}}, "processes": 2})
-    assert short == long and type(short.parts[kind]) is KINDS[kind] and not list(check_reward(short))
+    assert short == long and type(short.parts[kind]) is KINDS[kind] and not list(check_reward("reward", short))
 
 
 def test_all_kinds_are_tested_above():
@@ -59,7 +60,8 @@ def test_mistakes_are_named_as_written(content, write, overrides, key, words):
 @pytest.mark.parametrize("part, key, words", [
     ({"kind": "length", "full": 10, "zero": 20, "unit": "words"}, "reward.parts.p.unit", "one of tokens, characters"),
     ({"kind": "length", "full": 10}, "reward.parts.p.zero", "required; an integer"),
-    ({"kind": "length", "full": 10, "zero": 20, "weigth": 1}, "reward.parts.p.weigth", "did you mean reward.parts.p.weight?"),
+    ({"kind": "length", "full": 10, "zero": 20, "weigth": 1}, "reward.parts.p.weigth",
+     "did you mean reward.parts.p.weight?"),
     ({"weight": 1}, "reward.parts.p.kind", "required; one of math, "),
 ])
 def test_mistakes_inside_a_named_part(content, write, part, key, words):

@@ -66,3 +66,11 @@ def test_metrics():
     assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
     assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
     assert metrics["rollout/version_lag"] == 1 and metrics["timing/generate_sequences"] == 2.0
+
+
+def test_the_mean_of_each_part_of_the_reward():
+    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
+    for score, trajectory in zip((1.0, 0.0, 0.25, 0.75), (t for g in groups for t in g.trajectories)):
+        trajectory.reward_parts = {"right": score, "short": 1.0}
+    metrics = rollout_metrics(groups, Version(0, 0))
+    assert (metrics["reward/right"], metrics["reward/short"], metrics["reward/errors"]) == (0.5, 1.0, 0)
