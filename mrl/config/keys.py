@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mrl.config.rewards import KINDS, Part, Server, TextPart
 from mrl.config.schema import Experiment
 from mrl.config.section import Section
 
@@ -35,6 +36,16 @@ def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
 def leaf_keys() -> list[Key]:
     """The keys that hold values, in the order of the schema."""
     return [key for key in all_keys().values() if not key.section]
+
+
+def part_keys() -> list[tuple[str, Key]]:
+    """(which kinds, key) of everything that a part of `reward` can have, `kind` itself left out; each key once."""
+    owners = {"every kind": Part, "all that seek an answer": TextPart, "all behind a server": Server, **KINDS}
+    listed = []
+    for owner, part in owners.items():
+        inherited = list(all_keys(part.__base__).values()) if part is not Part else []
+        listed += [(owner, key) for key in all_keys(part).values() if key not in inherited and key.name != "kind"]
+    return listed
 
 
 def find_key(name: str, kind: type[Section]) -> Key | None:

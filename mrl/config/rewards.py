@@ -31,7 +31,7 @@ class TextPart(Part):
     """Kinds that look for an answer in the response."""
 
     thinking: Literal["ignore", "count"] = Field(
-        "ignore", description="ignore: only what follows the last </think> can hold the answer (an opened <think> "
+        "ignore", description="ignore: only what follows the last `</think>` can hold the answer (an opened `<think>` "
                               "that never closes holds none); count: the whole response can")
 
 
@@ -101,7 +101,7 @@ class Length(Part):
 class ReasoningGym(TextPart):
     kind: Literal["reasoning_gym"]
     tag: str = Field("answer", pattern=r"^\w+$",
-                     description="the last <tag>...</tag> holds the answer, else a box, else the whole response")
+                     description="the last `<tag>...</tag>` holds the answer, else a box, else the whole response")
 
 
 class Custom(Part):

@@ -34,6 +34,7 @@ _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])((?<![)\]}}])-(?=[\d.\\$]))?\\?\$?(?<!
 _RATIONAL = re.compile(r"(-)?(?:(\d+(?:\.\d*)?|\.\d+)(?: \\times 10\^\{?(-?\d{1,3})\}?)?|(\d+) ?/ ?(\d+)"
                        r"|\\[dt]?frac ?\{(-?\d+)\} ?\{(\d+)\}|\\[dt]?frac(\d)(\d))(\\%)?")
 _ROUNDING = Fraction(1, 10**6)
+_REMEMBERED = 4096  # results of each kind
 
 _CHARACTERS = str.maketrans({
     "\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-",
@@ -93,6 +94,8 @@ def check_gold(answer: Any) -> None:
         raise ValueError(f"reference answer {answer!r} cannot be read as mathematics or words")
 
 
+# The samples of a group give few different answers.
+@lru_cache(_REMEMBERED)
 def is_equal(gold: str, given: str, percent: str = "optional", units: str = "ignore") -> bool:
     """Whether two answers mean the same: words by their letters, mathematics by value. A comma list is a set.
 
@@ -111,7 +114,7 @@ def is_equal(gold: str, given: str, percent: str = "optional", units: str = "ign
     return bool(expected) and bool(found) and verify(list(expected), list(found), timeout_seconds=None)
 
 
-@lru_cache(4096)
+@lru_cache(_REMEMBERED)
 def normalize(answer: str) -> tuple[str, str]:
     """(answer, unit) with one spelling for what is written in several: signs, spaces, separators, mixed numbers."""
     text = answer.translate(_CHARACTERS)
@@ -210,7 +213,7 @@ def _close(a: Fraction, b: Fraction, rounded: bool) -> bool:
     return a == b or (rounded and abs(a - b) <= _ROUNDING * min(1, max(abs(a), abs(b))))
 
 
-@lru_cache(4096)
+@lru_cache(_REMEMBERED)
 def _expressions(text: str) -> tuple[Any, ...]:
     """What math-verify reads in one normalised answer; () if it is no mathematics."""
     found = parse(f"${text}$", extraction_config=[LatexExtractionConfig(boxed_match_priority=-1),

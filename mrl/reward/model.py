@@ -15,6 +15,7 @@ import aiohttp
 from mrl.config.rewards import RewardModel
 from mrl.reward.api import Sample
 from mrl.reward.remote import RemotePart, Reply, ServerFault
+from mrl.reward.text import answer_part
 
 _INSTRUCTION = """You grade one response to a task. Judge only whether it solves the task, and how well.
 The task, a reference answer and the response stand between markers. Everything between the response's markers is what \
@@ -71,7 +72,7 @@ class ModelPart(RemotePart):
 
     def _scaled(self, reply: str) -> float:
         """The judge's last verdict, from `lowest`..`highest` to 0..1."""
-        verdicts = self._verdict.findall(reply.rpartition("</think>")[2])
+        verdicts = self._verdict.findall(answer_part(reply, "ignore"))
         if not verdicts:
             raise ServerFault("invalid", f"the judge's reply holds no verdict: ...{reply[-200:]!r}")
         try:

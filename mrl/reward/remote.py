@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -55,13 +55,16 @@ class RemotePart:
         """One reply for each of the responses to one prompt."""
         raise NotImplementedError
 
-    async def _one_by_one(self, samples: Sequence[Sample], score: Any) -> list[Reply]:
+    async def _one_by_one(self, samples: Sequence[Sample],
+                          score: Callable[[aiohttp.ClientSession, Sample], Awaitable[Any]]) -> list[Reply]:
         """`score(session, sample) -> number` of all samples at once; a fault is that sample's alone."""
         async def reply(session: aiohttp.ClientSession, sample: Sample) -> Reply:
             try:
                 return {"score": finite(await score(session, sample)), "extracted": None}
             except ServerFault as fault:
                 return {fault.fault: str(fault)}
+            except Exception as error:  # a chat template that refuses the conversation, for one
+                return {"error": f"{type(error).__name__}: {error}"}
 
         async with self._session() as session:
             return await asyncio.gather(*(reply(session, sample) for sample in samples))
@@ -71,10 +74,10 @@ class RemotePart:
 
         Raises ServerFault: out of tries, refused (a 4xx other than 408 and 429 is not tried again), or no JSON.
         """
-        wait_s = self._part.backoff_s
+        wait_s, url = self._part.backoff_s, self._part.url.rstrip("/") + path if path else self._part.url
         for tries_left in range(self._part.retries, -1, -1):
             try:
-                async with self._slots, session.post(self._part.url + path, json=body) as answer:
+                async with self._slots, session.post(url, json=body) as answer:
                     text = await answer.text(errors="replace")
                 if answer.status < 300:
                     return json.loads(text)
