@@ -143,7 +143,7 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
     result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl",
-                    f"data.eval={folder}/heldout.jsonl", f"rollout.python={folder}/python")
+                    f"data.eval={folder}/heldout.jsonl", "data.answer_key=answer", f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
     for first in ("trainer", "rollout", "samples a step", "links"):
         assert row(result.output, first)[1]
