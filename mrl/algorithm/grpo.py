@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithm.losses import importance_weights, kl_penalty, policy_loss
-from mrl.config.schema import Algorithm
+from mrl.config.algorithm import Algorithm
 
 Metrics = dict[str, Tensor]
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Metrics]]

@@ -58,7 +58,7 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> l
     trajectories = [t for group in groups for t in group.trajectories]
     ids = torch.tensor([group.request.group_id for group in groups for _ in group.trajectories])
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-    advantages = group_advantages(rewards, ids, algorithm.normalize_by_std)
+    advantages = group_advantages(rewards, ids, algorithm.std != "none")
 
     samples = [_sample(t, float(a)) for t, a in zip(trajectories, advantages)]
     size = len(groups) // batch.minibatches

@@ -6,7 +6,7 @@ import torch
 
 from mrl.algorithm.grpo import make_loss
 from mrl.algorithm.weights import token_weights
-from mrl.config.schema import Algorithm
+from mrl.config.algorithm import Algorithm
 
 
 def fields(**named):
