@@ -1,16 +1,23 @@
-"""Per-token loss terms against values worked out by hand, and their gradients at the extremes."""
+"""The policy term against values worked out by hand, and its gradient at the bounds."""
 import math
 
 import pytest
 import torch
 
-from mrl.algorithm.losses import importance_weights, kl_penalty, policy_loss, safe_exp
+from mrl.algorithm.policy import clipped_ratio, policy_term, sequence_log_ratio
+from mrl.config.algorithm import Algorithm, Clip
 
 
-def gradient(function, x):
-    x = torch.tensor([x], requires_grad=True)
-    function(x).sum().backward()
-    return x.grad.item()
+def term(ratios, advantages, sequence=None, mask=None, old=-1.0, **algorithm):
+    """The term at these ratios to proximal log-probs of `old`, and the gradient of its sum."""
+    log_probs = (torch.tensor(ratios).log() + old).requires_grad_()
+    mask = torch.ones(len(ratios), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    sequence = torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence)
+    got = policy_term(Algorithm(**algorithm), torch.where(mask, log_probs, 0.0), torch.where(mask, old, 0.0),
+                      torch.tensor(advantages), mask, sequence)
+    torch.where(mask, got.loss, 0.0).sum().backward()
+    assert not got.ratio.requires_grad
+    return got.loss.tolist(), got.ratio.tolist(), got.clipped.tolist(), log_probs.grad.tolist()
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, is_clipped", [
@@ -22,77 +29,78 @@ def gradient(function, x):
     (0.5, -1.0, 0.8, True),
     (1.5, 0.0, 0.0, False),
 ])
-def test_clipped_ratio_by_hand(ratio, advantage, loss, is_clipped):
-    log_prob = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
-    value, got_ratio, clipped = policy_loss(log_prob, torch.tensor([-1.0]), torch.tensor([advantage]), 0.2, 0.2)
-    assert value.item() == pytest.approx(loss, abs=1e-6)
-    assert got_ratio.item() == pytest.approx(ratio, abs=1e-6) and not got_ratio.requires_grad
-    assert clipped.item() is is_clipped
-    value.sum().backward()
-    assert log_prob.grad.item() == pytest.approx(0.0 if is_clipped else -ratio * advantage, abs=1e-6)
+def test_clipped_ratio(ratio, advantage, loss, is_clipped):
+    [value], [got_ratio], [clipped], [slope] = term([ratio], [advantage])
+    assert value == pytest.approx(loss, abs=1e-6) and got_ratio == pytest.approx(ratio, abs=1e-6)
+    assert clipped is is_clipped
+    assert slope == pytest.approx(0.0 if is_clipped else -ratio * advantage, abs=1e-6)
 
 
 def test_the_bounds_may_differ():
-    log_prob = torch.log(torch.tensor([1.5, 0.5]))
-    value, _, _ = policy_loss(log_prob, torch.zeros(2), torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.28)
-    torch.testing.assert_close(value, torch.tensor([-1.28, 0.8]))
+    loss = term([1.5, 0.5], [1.0, -1.0], clip={"low": 0.2, "high": 0.28})[0]
+    assert loss == pytest.approx([-1.28, 0.8])
 
 
-def test_a_ratio_that_would_overflow_stays_finite():
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_has_risen():
+    loss, _, clipped, slope = term([4.0, 2.9, 4.0, 0.5], [-2.0, -2.0, 2.0, -2.0], clip={"dual": 3.0})
+    assert loss == pytest.approx([6.0, 5.8, -2.4, 1.6])
+    assert clipped == [True, False, True, True]
+    assert slope == pytest.approx([0.0, 5.8, 0.0, 0.0], rel=1e-5)
+
+
+def test_gspo_takes_one_ratio_a_sequence():
+    # Ratios 2 and 0.5 make a sequence of ratio 1; 1.21 and 1 one of 1.1; a tool token in between counts for nothing.
+    loss, ratio, clipped, slope = term([2.0, 0.5, 1.21, 50.0, 1.0], [1.0, 1.0, -1.0, 0.0, -1.0], [4, 4, 0, 0, 0],
+                                       [True, True, True, False, True], policy_loss="gspo", clip={"high": 0.05})
+    assert [ratio[i] for i in (0, 1, 2, 4)] == pytest.approx([1.0, 1.0, 1.1, 1.1])
+    assert [loss[i] for i in (0, 1, 2, 4)] == pytest.approx([-1.0, -1.0, 1.1, 1.1])
+    assert slope == pytest.approx([-1.0, -1.0, 1.1, 0.0, 1.1]) and not any(clipped)
+    risen = term([1.21, 1.0], [1.0, 1.0], [1, 1], policy_loss="gspo", clip={"high": 0.05})
+    assert risen[0] == pytest.approx([-1.05, -1.05]) and risen[2] == [True, True] and risen[3] == [0.0, 0.0]
+
+
+def test_gspo_token_has_the_gradient_of_the_papers_sequence_ratio():
+    """With equal advantages inside a sequence: min(s A, clip(s) A) of s = exp(mean log-ratio), by autograd."""
+    torch.manual_seed(0)
+    log_ratio = (torch.randn(7, dtype=torch.float64) * 0.2).requires_grad_()
+    sequence, advantage = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([1.5, -0.5], dtype=torch.float64)
+    ours = clipped_ratio(sequence_log_ratio(log_ratio, torch.ones(7, dtype=torch.bool), sequence), advantage[sequence],
+                         Clip(low=0.5, high=0.5))
+    (ours.loss / torch.tensor([3.0] * 3 + [4.0] * 4)).sum().backward()
+    mine, log_ratio.grad = log_ratio.grad, None
+    means = torch.stack([log_ratio[:3].mean(), log_ratio[3:].mean()]).exp()
+    paper = -torch.minimum(means * advantage, means.clamp(0.5, 1.5) * advantage)
+    paper.sum().backward()
+    torch.testing.assert_close(mine, log_ratio.grad)
+    torch.testing.assert_close(ours.loss[[0, 3]].detach(), paper.detach())
+
+
+def test_cispo_weighs_the_gradient_of_log_p_and_never_drops_it():
+    loss, ratio, clipped, slope = term([1.1, 5.0, 0.1], [1.0, 1.0, -1.0], policy_loss="cispo",
+                                       clip={"low": 1.0, "high": 2.0})
+    assert slope == pytest.approx([-1.1, -3.0, 0.1]) and clipped == [False, True, False]
+    log_probs = [math.log(r) - 1 for r in (1.1, 5.0, 0.1)]
+    assert loss == pytest.approx([-1.1 * log_probs[0], -3.0 * log_probs[1], 0.1 * log_probs[2]], rel=1e-5)
+    assert ratio == pytest.approx([1.1, 5.0, 0.1])
+
+
+def test_reinforce_has_no_ratio():
+    loss, ratio, clipped, slope = term([1.0, 5.0], [2.0, -1.0], policy_loss="reinforce")
+    assert loss == pytest.approx([2.0, math.log(5.0) - 1]) and slope == [-2.0, 1.0] and clipped == [False, False]
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_a_ratio_that_would_overflow_stays_finite(kind):
     log_prob = torch.tensor([0.0, 0.0], requires_grad=True)
-    value, _, _ = policy_loss(log_prob, torch.tensor([-500.0, -500.0]), torch.tensor([0.0, -1.0]), 0.2, 0.2)
-    value.sum().backward()
-    assert torch.isfinite(value).all() and torch.isfinite(log_prob.grad).all()
-    assert value[0] == 0 and log_prob.grad[1] > 0
+    got = policy_term(Algorithm(policy_loss=kind), log_prob, torch.tensor([-500.0, -500.0]), torch.tensor([0.0, -1.0]),
+                      torch.ones(2, dtype=torch.bool), torch.tensor([0, 1]))
+    got.loss.sum().backward()
+    assert torch.isfinite(got.loss).all() and torch.isfinite(log_prob.grad).all() and torch.isfinite(got.ratio).all()
+    assert got.loss[0] == 0 and log_prob.grad[1] > 0
 
 
-@pytest.mark.parametrize("estimator, expected", [("k1", 0.6931), ("k2", 0.2402), ("k3", 0.1931)])
-def test_kl_estimators_at_half_and_quarter(estimator, expected):
-    value = kl_penalty(torch.log(torch.tensor([0.5])), torch.log(torch.tensor([0.25])), estimator)
-    assert value.item() == pytest.approx(expected, abs=5e-5)
-
-
-@pytest.mark.parametrize("estimator, slope", [
-    ("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1.0 - math.exp(-d))])
-@pytest.mark.parametrize("drift", [-5.0, -1.5, -0.5, -1e-3, 1e-3, 0.5, 1.5, 5.0, 50.0])
-def test_kl_gradients(estimator, slope, drift):
-    got = gradient(lambda x: kl_penalty(x, torch.zeros(1), estimator), drift)
-    assert got == pytest.approx(slope(drift), rel=1e-4)
-
-
-@pytest.mark.parametrize("drift", [-15.0, -25.0, -60.0, -120.0, -1000.0])
-def test_the_pull_of_k3_never_fades_and_never_overflows(drift):
-    pull = gradient(lambda x: kl_penalty(x, torch.zeros(1), "k3"), drift)
-    assert math.isfinite(pull)
-    assert pull <= gradient(lambda x: kl_penalty(x, torch.zeros(1), "k3"), drift / 2)
-
-
-def test_k3_keeps_its_digits_near_zero():
-    value = kl_penalty(torch.tensor([1e-3, -1e-3]), torch.zeros(2), "k3")
-    torch.testing.assert_close(value, torch.tensor([4.998e-7, 5.002e-7]), rtol=1e-3, atol=0)
-
-
-def test_k3_does_not_jump_where_its_formula_changes():
-    below, above = (kl_penalty(torch.tensor([d]), torch.zeros(1), "k3") for d in (-0.99999, -1.00001))
-    torch.testing.assert_close(below, above, rtol=1e-4, atol=0)
-
-
-def test_unknown_estimator_is_named():
-    with pytest.raises(ValueError, match="k1, k2 or k3"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
-
-
-def test_safe_exp_is_exp_and_then_its_tangent():
-    x = torch.tensor([-100.0, -1.0, 0.0, 19.9, 20.0])
-    torch.testing.assert_close(safe_exp(x), x.exp())
-    assert safe_exp(torch.tensor(25.0)).item() == pytest.approx(6 * math.exp(20), rel=1e-5)
-    assert gradient(safe_exp, 300.0) == pytest.approx(math.exp(20), rel=1e-5)
-
-
-def test_importance_weights_by_hand():
-    rollout = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
-    old = torch.log(torch.tensor([0.5, 0.25, 0.75, 0.999])).requires_grad_()
-    weights = importance_weights(old, rollout, cap=1.6)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 0.5, 1.5, 1.6]))
-    assert not weights.requires_grad
-    assert importance_weights(torch.tensor([0.0]), torch.tensor([-1e4]), cap=2.0).item() == 2.0
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_no_tokens(kind):
+    none = torch.zeros(0)
+    got = policy_term(Algorithm(policy_loss=kind), none, none, none, none.bool(), none.long())
+    assert got.loss.shape == got.ratio.shape == got.clipped.shape == (0,)
