@@ -1,7 +1,6 @@
 """Under torchrun: what a learner makes of one batch, under several layouts. Arguments: folder, then family:tp=2,… each.
 
-Every layout and split must give the loss, the logged means and the gradient that follow from the plain model, one padded
-sample a row, and from the formulas of tests/reference.
+Every layout and split must give the loss, the logged means and the gradients of tests/trainer/batches.py.
 """
 from __future__ import annotations
 
@@ -12,118 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
-from mrl.algorithm.loss import make_loss
-from mrl.algorithm.weights import token_weights
 from mrl.config.schema import Experiment
-from mrl.engine.api import Version
-from mrl.rollout.types import Group, GroupRequest, Trajectory
-from tests.reference import advantages as reference_advantages
-from tests.reference import losses as reference_losses
+from mrl.rollout.types import Group
+from tests.trainer.batches import ALGORITHMS
 from tests.trainer.gang import experiment, gang, parse_parallel, whole_gradients
 from tests.trainer.run_layouts import clone, measure
-from tests.trainer.tiny import TEMPERATURE, VOCAB, saved_gradients
 
-LENGTHS = ((9, 17, 4, 30), (12, 2, 6), (5, 5))
-REWARDS = ((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0), (0.25, 0.25))
-ALGORITHMS = {
-    "grpo": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "clip": {"high": 0.28}},
-    "gspo": {"policy_loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 0.05, "high": 0.05, "dual": 3.0}},
-    "cispo": {"policy_loss": "cispo", "aggregation": "prompt_mean", "old_log_prob": "recompute",
-              "correction": {"kind": "mask", "level": "sequence", "floor": 0.3, "cap": 3.0}},
-    "rloo": {"name": "rloo", "policy_loss": "reinforce", "aggregation": "constant", "constant_tokens": 20,
-             "old_log_prob": "recompute", "correction": {"level": "sequence", "cap": 1.1}},
-    "reinforce_plus_plus": {"name": "reinforce_plus_plus", "old_log_prob": "recompute", "correction": {"cap": 1.1},
-                            "kl": {"coef": 0.1, "estimator": "k1", "place": "reward"},
-                            "aggregation": "sequence_mean_token_sum"},
-}
 SPLITS = (200, False), (31, True)
 """Token budget of a microbatch; whether the groups arrive in reverse."""
-
-
-def make_groups(log_probs: list[torch.Tensor], tokens: list[torch.Tensor]) -> list[Group]:
-    """Groups whose engine had somewhat other log-probs. The third sample was masked whole, as a truncated one may be;
-    the fourth has a tool's answer inside."""
-    generator, samples = torch.Generator().manual_seed(5), iter(zip(tokens, log_probs))
-    groups = []
-    for number, (lengths, rewards) in enumerate(zip(LENGTHS, REWARDS)):
-        group = Group(GroupRequest(10 - number, 0, 0, len(lengths), "train"), "", "")
-        for sample, reward in enumerate(rewards):
-            ids, log_prob = next(samples)
-            mask = torch.arange(len(ids)) >= 2
-            if (number, sample) == (0, 2):
-                mask[:] = False
-            if (number, sample) == (0, 3):
-                mask[8:15] = False
-            noise = 0.2 * torch.randn(len(ids), generator=generator)
-            rollout = torch.where(mask, log_prob + noise, torch.nan)  # no masked position may matter
-            group.trajectories.append(Trajectory(ids.numpy(), mask.numpy(), rollout.numpy(), Version(0, 0), "stop", "",
-                                                 reward))
-        groups.append(group)
-    return groups
-
-
-def of_plain_model(model, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probs and entropy of every token, from one batch of padded rows."""
-    width = max(map(len, tokens))
-    rows = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids in tokens])
-    real = torch.stack([torch.arange(width) < len(ids) for ids in tokens])
-    log_p = (model(rows, attention_mask=real.long()).logits / TEMPERATURE).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    found, entropies = [], []
-    for row, ids in enumerate(tokens):
-        taken = log_p[row, :len(ids) - 1].gather(1, ids[1:, None])[:, 0]
-        found.append(torch.cat([torch.zeros(1), taken]))
-        entropies.append(torch.cat([torch.zeros(1), entropy[row, :len(ids) - 1]]))
-    return found, entropies
-
-
-def expected(exp: Experiment, model, ref: list[torch.Tensor], groups: list[Group]) -> tuple[dict, dict]:
-    """Metrics by the reference formulas, and gradients by autograd through one padded batch."""
-    algorithm = exp.algorithm
-    trajectories = [t for group in groups for t in group.trajectories]
-    log_probs, entropy = of_plain_model(model, [torch.from_numpy(t.tokens) for t in trajectories])
-    recompute, in_reward = algorithm.old_log_prob == "recompute", algorithm.kl.place == "reward"
-    sequences = []
-    for t, group, new, old_ref, own in zip(trajectories, [g for g in groups for _ in g.trajectories], log_probs, ref,
-                                           entropy):
-        new = new.detach()
-        penalty = algorithm.kl.coef * (new - old_ref) if in_reward else torch.zeros(len(new))  # k1
-        sequences.append({"group": group.request.group_id, "reward": t.reward, "mask": t.loss_mask.tolist(),
-                          "penalty": penalty.tolist(), "log_prob": new.tolist(), "ref": old_ref.tolist(),
-                          "rollout": t.rollout_log_prob.tolist(), "entropy": own.tolist()})
-    advantages, _ = reference_advantages.estimate(algorithm.name, sequences, whiten=algorithm.whitens)
-    for sequence, advantage in zip(sequences, advantages):
-        sequence["advantage"] = advantage
-        sequence["old"] = sequence["log_prob"] if recompute else sequence["rollout"]
-    plain = {**algorithm.model_dump(), "old": "old",
-             "clip": (algorithm.clip.low, algorithm.clip.high, algorithm.clip.dual),
-             "kl": {"estimator": algorithm.kl.estimator, "in_loss": algorithm.kl.coef > 0 and not in_reward},
-             "correction": {**algorithm.correction.model_dump(), **({} if recompute else {"kind": "none"})}}
-    loss, means = reference_losses.loss(sequences, plain, algorithm.kl.coef)
-
-    masks = [torch.tensor(s["mask"]) for s in sequences]
-    fields = {"loss_mask": torch.cat(masks),
-              "sequence": torch.arange(len(masks)).repeat_interleave(torch.tensor([len(mask) for mask in masks])),
-              "token_weight": torch.cat(token_weights(masks, algorithm.aggregation, None,
-                                                      [s["group"] for s in sequences], algorithm.constant_tokens)),
-              "mean_weight": torch.cat(token_weights(masks, "token_mean"))}
-    for name, key in (("advantage", "advantage"), ("rollout_log_prob", "rollout"), ("ref_log_prob", "ref")):
-        fields[name] = torch.tensor([value for s in sequences for value in s[key]])
-    model.zero_grad()
-    make_loss(algorithm, algorithm.kl.coef)(torch.cat(log_probs), torch.cat(entropy), fields)[0].backward()
-    return {"loss": loss, **means}, saved_gradients_of(model)
-
-
-def saved_gradients_of(model) -> dict[str, torch.Tensor]:
-    """As `saved_gradients`, leaving the parameters as they are."""
-    parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    gradients = saved_gradients(model)
-    with torch.no_grad():
-        for parameter, before in zip(model.parameters(), parameters):
-            parameter.copy_(before)
-    return gradients
 
 
 def learn(trainer, exp: Experiment, groups: list[Group]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -159,27 +55,19 @@ def check(folder: Path, cases: list[str]) -> None:
         from mrl.reshard.load import load_hf
         from mrl.trainer.trainer import Trainer
 
-        generator = torch.Generator().manual_seed(4)
-        tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for lengths in LENGTHS for length in lengths]
-        for case in cases:
+        for number, case in enumerate(cases):
             family, _, words = case.partition(":")
             began, parallel = time.perf_counter(), parse_parallel(words)
-            models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-                      for name in (family, f"other/{family}")]
-            with torch.no_grad():
-                log_probs, ref = (of_plain_model(model, tokens)[0] for model in models)
-            groups = make_groups(log_probs, tokens)
+            truth = torch.load(folder / f"learned_{family}.pt", weights_only=False)
             trainer = Trainer(experiment(folder / family, parallel, {"kl": {"coef": 0.1}}), platform, total_steps=9)
-            for path in (folder / "other" / family, folder / family):
-                load_hf(path, trainer.local_params(), trainer.plans, trainer.spec)
-                if path.parent.name == "other":
-                    trainer.update_reference()
-            for name, algorithm in ALGORITHMS.items():
-                truth = expected(experiment(folder / family, algorithm=algorithm), models[0], ref, groups)
-                for tokens_held, backwards in SPLITS:
-                    exp = experiment(folder / family, parallel, algorithm, {"max_tokens_per_microbatch": tokens_held})
-                    got = learn(trainer, exp, groups[::-1] if backwards else groups)
-                    compare(f"{name} {case} {tokens_held}", *got, *truth)
+            load_hf(folder / "other" / family, trainer.local_params(), trainer.plans, trainer.spec)
+            trainer.update_reference()
+            load_hf(folder / family, trainer.local_params(), trainer.plans, trainer.spec)
+            for turn, (name, algorithm) in enumerate(ALGORITHMS.items(), start=number):
+                budget, backwards = SPLITS[turn % 2]  # every algorithm meets both
+                exp = experiment(folder / family, parallel, algorithm, {"max_tokens_per_microbatch": budget})
+                groups = truth["groups"][::-1] if backwards else truth["groups"]
+                compare(f"{name} {case} {budget}", *learn(trainer, exp, groups), *truth["expected"][name])
             if dist.get_rank() == 0:
                 print(f"ok {case} {time.perf_counter() - began:.1f}s", flush=True)
 
