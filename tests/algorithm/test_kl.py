@@ -37,13 +37,14 @@ def test_straight_through_has_its_own_value_and_the_gradient_of_k2(estimator, dr
 
 
 def test_the_expected_gradient_of_k2_is_that_of_the_kl():
-    """Over all outcomes of a small policy, each by its probability; and that of k1 is zero."""
+    """Over all outcomes of a small policy, each by its probability; that of k1 is zero, that of k3 the reverse KL's."""
     torch.manual_seed(0)
     logits, reference = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(5).double().log_softmax(0)
     log_p = logits.log_softmax(0)
     [true] = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), logits, retain_graph=True)
+    [reverse] = torch.autograd.grad((reference.exp() * (reference - log_p)).sum(), logits, retain_graph=True)
     for estimator, straight, expected in (("k2", False, true), ("k1", True, true), ("k3", True, true),
-                                          ("k1", False, torch.zeros(5).double())):
+                                          ("k1", False, torch.zeros(5).double()), ("k3", False, reverse)):
         loss = (log_p.exp().detach() * kl_estimate(log_p, reference, estimator, straight)).sum()
         [got] = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-9)
