@@ -1,4 +1,4 @@
-"""What a step does with a collected batch: deals it out, adds the fields that its algorithm needs, makes the advantages,
+"""What a step does with a collected batch: deals it out, adds the fields that the algorithm needs, makes advantages,
 trains. Every trainer rank runs it; only rank 0 has the groups.
 
 Advantages are made on rank 0 over the whole batch, by one function. Where they need nothing of the trainers it happens
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mrl.algorithm.advantages import Estimate, estimate
 from mrl.algorithm.kl import adapted_coef, kl_estimate
@@ -18,7 +19,9 @@ from mrl.config.schema import Experiment
 from mrl.observe.clock import Clock
 from mrl.rollout.batch import Batch, Split, split_batch
 from mrl.rollout.types import Group
-from mrl.trainer.trainer import Trainer
+
+if TYPE_CHECKING:  # what is tested around a stand-in needs no Megatron
+    from mrl.trainer.trainer import Trainer
 
 
 class Learner:
@@ -51,7 +54,7 @@ class Learner:
         self.batch = self.scatter(shares)
 
     def train(self, step: int) -> dict[str, float]:
-        """Train on the batch of step `step`: `epochs` passes over `minibatches` optimizer steps. Returns its metrics."""
+        """Train on the batch of step `step`: `epochs` passes over `minibatches` optimizer steps. Returns metrics."""
         shape, batch, kl = self.experiment.batch, self.batch, self.algorithm.kl
         self._add_log_probs(batch)
         if self.algorithm.needs_trainer_fields:

@@ -53,7 +53,8 @@ def test_due_every_so_often_and_after_the_last_step(tmp_path, every, due):
 def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
     checkpoints = Checkpoints(tmp_path, Checkpoint(every=1, keep=2), steps=9)
     for step in (1, 2, 10):
-        checkpoints.save(step, Trainer(), Learner(0.01 * step), Rollouts(step * 8), [group(step, [1, 0])] if step > 1 else [])
+        groups = [group(step, [1, 0])] if step > 1 else []
+        checkpoints.save(step, Trainer(), Learner(0.01 * step), Rollouts(step * 8), groups)
     (tmp_path / "checkpoints" / "step_000011.tmp").mkdir()  # what a killed save leaves
     assert saved_steps(tmp_path) == [2, 10]
     trainer, learner, rollouts = Trainer(), Learner(), Rollouts()

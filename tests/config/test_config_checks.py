@@ -254,7 +254,7 @@ def test_correction_as_a_resolved_file_spells_it_out_is_fine(experiment_file, hf
     "{name: reinforce_plus_plus_baseline, kl: {coef: 0.01, estimator: k1, straight_through: true}}",
     "{name: rloo, policy_loss: gspo, clip: {low: 3e-4, high: 4e-4, dual: 3.0}, aggregation: sequence_mean}",
     "{name: grpo, policy_loss: cispo, clip: {low: 1.0, high: 2.0}, whiten: true}",
-    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, floor: 0.5, cap: 5.0}}",
+    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, cap: 5.0}}",
     "{kl: {coef: 0.01, estimator: k2, reference_every: 100}}",
 ])
 def test_algorithms_that_work(experiment_file, hf_config, algorithm):
