@@ -23,6 +23,7 @@ class SglangServer(HttpServer):
     """One SGLang server process."""
 
     engine = "sglang"
+    answers_while_sampling = False
 
     def command_line(self, port: int) -> list[str]:
         rollout = self.experiment.rollout
