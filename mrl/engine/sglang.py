@@ -35,9 +35,11 @@ class SglangServer(HttpServer):
             "--random-seed", str(self.experiment.seed % 2**31 + self.index),
             "--context-length", str(self.longest_sample),
             "--max-running-requests", str(rollout.max_concurrent_requests),
-            "--tp-size", str(rollout.parallel.tp), "--grammar-backend", "none",
+            "--tp-size", str(rollout.parallel.tp), "--ep-size", str(rollout.parallel.ep), "--grammar-backend", "none",
             "--sampling-backend", "pytorch",  # the one that takes a seed for each request
         ]
+        if rollout.parallel.dp > 1:
+            command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
         cached = max(self.longest_sample, min(CPU_CACHED_TOKENS, self.longest_sample * rollout.max_concurrent_requests))

@@ -34,6 +34,8 @@ class VllmServer(HttpServer):
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]
+        if rollout.parallel.ep > 1:  # the experts are then dealt out over all workers
+            command.append("--enable-expert-parallel")
         if not self.gpus:
             # A prompt prefilled in chunks rewinds its request's random generator, which CPU generators cannot do: the
             # server dies. So prompts are prefilled whole.

@@ -48,6 +48,18 @@ def test_command_line(engine, tmp_path):
     assert not CPU_ONLY[engine] & set(on_gpu) and value_of(on_gpu, "--load-format") == "auto"
 
 
+@pytest.mark.parametrize("engine, sizes, given, left_out", [
+    ("vllm", {"tp": 2}, "", "--enable-expert-parallel"), ("vllm", {"tp": 2, "ep": 2}, "--enable-expert-parallel", ""),
+    ("sglang", {"tp": 4, "ep": 2}, "--ep-size 2", "--enable-dp-attention"),
+    ("sglang", {"tp": 4, "ep": 4, "dp": 2}, "--ep-size 4 --dp-size 2 --enable-dp-attention", ""),
+])
+def test_how_an_engine_is_split(engine, sizes, given, left_out):
+    one = server(engine, rollout={"parallel": sizes})
+    command = f"{' '.join(one.command_line(1))} "
+    assert all(f"--{flag}" in command for flag in given.split("--")[1:]) and (not left_out or left_out not in command)
+    assert {word for word in given.split() if word[:2] == "--"} <= OWNED_FLAGS[engine].keys()
+
+
 def test_log_probs_are_of_the_distribution_sampled_from():
     assert value_of(server("vllm").command_line(1), "--logprobs-mode") == "processed_logprobs"
     assert server("sglang").environment()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
