@@ -78,7 +78,8 @@ class SglangServer(HttpServer):
         call = base64.b64encode(json.dumps({"method": method, "argument": argument}).encode()).decode()
         answer = await self.post("/update_weights_from_tensor", {
             "load_format": LOAD_FORMAT, "serialized_named_tensors": [call], "flush_cache": False}, timeout_s)
-        return json.loads(answer["message"])
+        # With attention data parallelism, one replica's message comes after the other; each has all workers' answers.
+        return json.JSONDecoder().raw_decode(answer["message"])[0]
 
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
         status, _ = await self.request("/flush_cache", {}, timeout_s)

@@ -60,6 +60,9 @@ class WeightReceiver:
     def mrl_scramble(self, seed: str) -> dict[str, Any]:
         return answer(self._mrl_receiver, "mrl_scramble", seed)
 
+    def mrl_fingerprint(self) -> dict[str, Any]:
+        return answer(self._mrl_receiver, "mrl_fingerprint")
+
     def _mrl_receiver(self) -> Receiver:
         if "_mrl_receiver_made" not in self.__dict__:
             model = self.model_runner.get_model()
