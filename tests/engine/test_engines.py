@@ -1,5 +1,6 @@
 """How each engine's server is started and what its answers become: command, environment, completions."""
 import asyncio
+import json
 from pathlib import Path
 
 import aiohttp
@@ -135,6 +136,15 @@ def test_what_is_asked_for():
     sampling = sglang["sampling_params"]
     assert (sampling["sampling_seed"], sampling["max_new_tokens"], sampling["temperature"]) == (5, 4, 0.5)
     assert sglang["input_ids"] == [1] and sglang["return_logprob"] is True
+
+
+def test_of_the_replicas_in_an_sglang_engine_one_tells_what_all_workers_answer():
+    answers = [{"error": None, "worker": 0}, {"error": "a | b", "worker": 1}]
+
+    async def answer(_):
+        return web.json_response({"success": True, "message": " | ".join([json.dumps(answers)] * 2)})
+
+    assert asked("sglang", "/update_weights_from_tensor", answer, lambda one: one.call_workers("mrl_identity")) == answers
 
 
 RESETS = {"vllm": ("/reset_prefix_cache", [(200, '{"success": false}'), (200, '{"success": true}')]),
