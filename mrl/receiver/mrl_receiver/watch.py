@@ -116,13 +116,14 @@ def require_plain(seen: Mapping[str, Optional[Seen]], module: nn.Module, refresh
     """
     unseen = [name for name, one in seen.items() if one is None]
     if unseen:
-        raise RuntimeError(f"{unseen[0]} (of {len(unseen)}): what this engine makes of its weights after loading them "
+        raise RuntimeError(f"{unseen[0] or 'the model'} (of {len(unseen)}): what this engine makes of its weights after loading them "
                            f"is not known to mrl, so a sync might not reach what it computes with; {remedy}")
-    with Watch(module) as watch:
+    with torch.no_grad(), Watch(module) as watch:
         refresh()
     for part, one in seen.items():
         prefix = part and part + "."
         stale = {name: by for name, by in one.read.items() if prefix + name not in watch.seen.read}
-        for name, by in {**stale, **one.changed}.items():
+        if wrong := [*one.changed.items(), *stale.items()]:
+            name, by = wrong[0]
             raise RuntimeError(f"{prefix}{name}: the engine rearranges or copies it after loading ({by}), so that a "
                                f"sync cannot reach what it computes with; {remedy}")
