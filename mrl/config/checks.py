@@ -212,8 +212,8 @@ def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
             yield Problem(f"rollout.parallel.{name}", str(getattr(parallel, name)),
                           f"a divisor of rollout.parallel.tp ({tp})", f"use one of {_divisors(tp)}")
     if engine == "vllm" and parallel.dp > 1:
-        yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with rollout.engine vllm: what the workers of further "
-                      "replicas answer never leaves its server, so their weights could not be checked",
+        yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with rollout.engine vllm: what the workers of "
+                      "further replicas answer never leaves its server, so their weights could not be checked",
                       "use 1 and more engines (a smaller rollout.parallel.tp), or rollout.engine: sglang")
     if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
         yield Problem("rollout.parallel.ep", str(parallel.ep), f"1 or rollout.parallel.tp ({tp}) with rollout.engine "

@@ -139,10 +139,12 @@ class Trainer(Section):
 
 class RolloutParallel(Section):
     tp: PositiveInt = Field(1, description="tensor parallel size of one engine, which is the number of its GPUs")
-    ep: PositiveInt = Field(1, description="parts into which an engine deals out the experts of a layer, each cut over "
-                                           "tp / ep GPUs; vLLM: 1 or tp")
-    dp: PositiveInt = Field(1, description="attention data parallel size within tp: replicas of attention, each cut over "
-                                           "tp / dp GPUs; SGLang alone")
+    ep: PositiveInt = Field(
+        1, description="parts into which an engine deals out the experts of a layer, each cut over tp / ep GPUs; vLLM: "
+                       "1 or tp")
+    dp: PositiveInt = Field(
+        1, description="attention data parallel size within tp: replicas of attention, each cut over tp / dp GPUs; "
+                       "SGLang alone")
 
     def layout(self, engine: Literal["vllm", "sglang"], count: int, gpus_per_node: int) -> EngineLayout:
         """The layout of so many engines. ValueError for sizes that do not divide."""

@@ -250,8 +250,8 @@ class EngineServer:
     async def _drain(self, deadline: float) -> None:
         while self._in_flight:
             if (left := deadline - time.monotonic()) <= 0:
-                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no longer "
-                                "for them: raise sync.timeout_s")
+                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no "
+                                "longer for them: raise sync.timeout_s")
             await asyncio.wait(set(self._in_flight), timeout=left)
             await asyncio.sleep(0)  # let their callers take the answers
 

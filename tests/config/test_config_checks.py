@@ -51,7 +51,8 @@ def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
 
 
-MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 40}
 
 
 @pytest.mark.parametrize("engine, sizes, key, words", [

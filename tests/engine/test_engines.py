@@ -144,7 +144,8 @@ def test_of_the_replicas_in_an_sglang_engine_one_tells_what_all_workers_answer()
     async def answer(_):
         return web.json_response({"success": True, "message": " | ".join([json.dumps(answers)] * 2)})
 
-    assert asked("sglang", "/update_weights_from_tensor", answer, lambda one: one.call_workers("mrl_identity")) == answers
+    found = asked("sglang", "/update_weights_from_tensor", answer, lambda one: one.call_workers("mrl_identity"))
+    assert found == answers
 
 
 RESETS = {"vllm": ("/reset_prefix_cache", [(200, '{"success": false}'), (200, '{"success": true}')]),

@@ -1,4 +1,4 @@
-"""An engine that deals out its experts over two workers: after a push it is what its own loader would have made of it."""
+"""An engine that deals out its experts over two workers: after a push it is what its own loader would make of it."""
 import pytest
 from safetensors.torch import load_file
 

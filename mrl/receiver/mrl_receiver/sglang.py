@@ -6,8 +6,8 @@ of all workers travel in the message of the first one's. (SGLang's own update se
 around such requests, is passed by: it prepares SGLang's loader, and a Receiver writes to the parameters itself.)
 
 The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
-as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang does so only in its deterministic mode,
-which costs speed and the prefix cache for more than we need.
+as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
+does so only in its deterministic mode, which costs speed and the prefix cache for more than we need.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .watch import require_plain, seen_of, watched
 
 LOAD_FORMAT = "mrl"
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-"""Classes of layers' methods whose kernels read the parameters of the layer, unless they rearrange them after loading."""
+"""Classes of layers' methods whose kernels read the layer's parameters, unless they rearrange them after loading."""
 REMEDY = "for experts, add '--moe-runner-backend=triton' to rollout.args"
 NO_SEED = 0
 _RECEIVER = "mrl_receiver"

@@ -1,8 +1,8 @@
 """Whether an engine computes from its parameters as its loader wrote them, seen by what it does after loading.
 
 Engines may rearrange weights for their kernels once they are loaded: in place, into other parameters, or into copies
-that only a kernel knows. A sync writes what the loader writes, so it would miss or spoil those. No list of kernels could
-be complete for all releases, so every operation of torch that the engine's own processing does is watched instead.
+that only a kernel knows. A sync writes what the loader writes, so it would miss or spoil those. No list of kernels
+could be complete for all releases, so every operation of torch that the engine's own processing does is watched.
 """
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .trace import address, tensors_in, written_by
 
 _aten = torch.ops.aten
-_SHAPES_ALONE = {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
-                 _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided}
+_SHAPES_ALONE = {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like,
+                 _aten.randn_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full,
+                 _aten.new_empty_strided}
 """Operations that make a tensor like another without reading it."""
 _KEPT = "mrl_seen"
 """Attribute of a module in which `watched` keeps what it saw."""
@@ -116,8 +117,9 @@ def require_plain(seen: Mapping[str, Optional[Seen]], module: nn.Module, refresh
     """
     unseen = [name for name, one in seen.items() if one is None]
     if unseen:
-        raise RuntimeError(f"{unseen[0] or 'the model'} (of {len(unseen)}): what this engine makes of its weights after loading them "
-                           f"is not known to mrl, so a sync might not reach what it computes with; {remedy}")
+        raise RuntimeError(f"{unseen[0] or 'the model'} (of {len(unseen)}): what this engine makes of its weights after "
+                           "loading them is not known to mrl, so a sync might not reach what it computes with; "
+                           f"{remedy}")
     with torch.no_grad(), Watch(module) as watch:
         refresh()
     for part, one in seen.items():
