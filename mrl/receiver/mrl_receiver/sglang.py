@@ -61,6 +61,12 @@ def watch_layer(process: Callable[..., None], method: Any, layer: torch.nn.Modul
     watched(lambda: process(method, layer), layer, recurse=False)
 
 
+def require_plain_layers(model: torch.nn.Module, refresh: Callable[[], None]) -> None:
+    """RuntimeError when a layer may compute from something else than its parameters as the loader wrote them."""
+    require_plain({name: seen_of(layer) for name, layer in model.named_modules()
+                   if getattr(layer, "quant_method", None) is not None}, model, refresh, REMEDY)
+
+
 def seed_batch(info: Any, _cls: type, batch: Any, *_, **__) -> Any:
     """After a batch's sampling parameters are made: int64[requests], the seed of each."""
     if info.sampling_seed is None:
@@ -78,8 +84,7 @@ def _receiver_of(updater: Any) -> Receiver:
     runner, workers = updater.tp_worker.model_runner, updater.tp_cpu_group
     if _RECEIVER not in runner.__dict__:
         refresh = getattr(runner.model, "post_load_weights", lambda: None)
-        require_plain({name: seen_of(layer) for name, layer in runner.model.named_modules()
-                       if getattr(layer, "quant_method", None) is not None}, runner.model, refresh, REMEDY)
+        require_plain_layers(runner.model, refresh)
         setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
                                                  dist.get_world_size(workers), refresh))
     return getattr(runner, _RECEIVER)
