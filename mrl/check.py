@@ -125,7 +125,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     _show(console, "Partitions", ("partition", "devices", "processes"), _partition_rows(plan))
     experts = ("experts",) if plan.spec.moe else ()
     _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends in a sync", *experts), _rank_rows(plan))
-    _show(console, "Engines", ("engine", "tp", "devices", "weights a device"), _engine_rows(plan))
+    _show(console, "Engines", ("engine", "split", "devices", "weights a device"), _engine_rows(plan))
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, "Memory a trainer rank (without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
@@ -203,11 +203,18 @@ def _devices(plan: Plan, devices: Sequence[str]) -> str:
 def _partition_rows(plan: Plan) -> Rows:
     exp, placement = plan.exp, plan.placement
     trainers = f"{len(placement.trainers)} trainer rank(s)"
-    engines = f"{exp.engine_count} engine(s) of tp {exp.rollout.parallel.tp}, {exp.rollout.workers} rollout worker(s)"
+    engines = f"{exp.engine_count} engine(s) of {_engine_sizes(exp)}, {exp.rollout.workers} rollout worker(s)"
     if exp.loop.mode == "colocated_sync":
         return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}")]
     rollout = [device for engine in placement.engines for device in engine]
     return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines)]
+
+
+def _engine_sizes(exp: Experiment) -> str:
+    """How an engine is split, as text."""
+    parallel = exp.rollout.parallel
+    others = [f"{name} {size}" for name, size in (("ep", parallel.ep), ("dp", parallel.dp)) if size > 1]
+    return " ".join([f"tp {parallel.tp}", *others])
 
 
 def _rank_rows(plan: Plan) -> Rows:
@@ -232,9 +239,9 @@ def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
 
 
 def _engine_rows(plan: Plan) -> Rows:
-    tp, engines = plan.exp.rollout.parallel.tp, plan.placement.engines
+    engines = plan.placement.engines
     weights = f"{_size(max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1}))}"
-    rows = [(str(index), str(tp), _devices(plan, devices), weights)
+    rows = [(str(index), _engine_sizes(plan.exp), _devices(plan, devices), weights)
             for index, devices in enumerate(engines[:_MAX_ROWS])]
     return _capped(rows, len(engines))
 

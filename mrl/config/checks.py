@@ -9,9 +9,10 @@ from math import lcm
 from operator import attrgetter
 from typing import Any, Callable
 
+from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
 from mrl.config.reward_checks import check_reward
-from mrl.config.schema import Correction, Experiment, TrainerParallel
+from mrl.config.schema import Experiment, RolloutParallel, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -35,7 +36,8 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     """
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
-                *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
+                *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
+                *_check_engine_split(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
                 *check_reward("reward", exp.reward)]
     if exp.eval.every and exp.data.eval is None:
@@ -53,7 +55,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *check_reward("reward", exp.reward)]
+                *_check_engine_split(exp), *check_reward("reward", exp.reward)]
     if exp.data.eval is None:
         problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
                                 "for example data.eval=heldout.jsonl"))
@@ -158,28 +160,6 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.sampling.top_k", str(sampling.top_k), f"-1 (all tokens): {why}", "remove the key")
 
 
-def _check_algorithm(exp: Experiment) -> Iterator[Problem]:
-    algorithm = exp.algorithm
-    if algorithm.name == "grpo" and exp.batch.samples_per_prompt < 2:
-        yield Problem("batch.samples_per_prompt", str(exp.batch.samples_per_prompt),
-                      "at least 2 with algorithm.name grpo: the advantage of a group of one is always 0",
-                      "use 8 or more")
-    if (algorithm.old_log_prob == "recompute" and exp.loop.mode == "one_step_overlap"
-            and algorithm.correction.kind == "none"):
-        yield Problem("algorithm.correction.kind", "none",
-                      "truncated, with algorithm.old_log_prob recompute and loop.mode one_step_overlap: recomputing "
-                      "hides that the samples are one version old",
-                      "set algorithm.correction.kind: truncated, or algorithm.old_log_prob: rollout")
-    if algorithm.old_log_prob == "rollout" and algorithm.correction.cap != Correction().cap:
-        yield Problem("algorithm.correction.cap", str(algorithm.correction.cap),
-                      "nothing with algorithm.old_log_prob rollout: the clipped ratio itself is trainer/rollout then, "
-                      "and no correction is applied",
-                      "remove the key, or set algorithm.old_log_prob: recompute")
-    if algorithm.clip.low > 1:
-        yield Problem("algorithm.clip.low", str(algorithm.clip.low), "at most 1: the ratio is never negative",
-                      "use 0.2")
-
-
 def _check_optimizer(exp: Experiment) -> Iterator[Problem]:
     optimizer = exp.trainer.optimizer
     if optimizer.min_lr > optimizer.lr:
@@ -202,6 +182,23 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
         if flag := owned_flag(exp.rollout.engine, argument):
             yield Problem(f"rollout.args.{index}", argument, f"other arguments: {flag} is mrl's own, since "
                           f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
+
+
+def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
+    """The sizes of one engine against each other, and against what its server can do."""
+    parallel, engine, tp = exp.rollout.parallel, exp.rollout.engine, exp.rollout.parallel.tp
+    for name in ("ep", "dp"):
+        if tp % getattr(parallel, name):
+            yield Problem(f"rollout.parallel.{name}", str(getattr(parallel, name)),
+                          f"a divisor of rollout.parallel.tp ({tp})", f"use one of {_divisors(tp)}")
+    if engine == "vllm" and parallel.dp > 1:
+        yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with rollout.engine vllm: what the workers of "
+                      "further replicas answer never leaves its server, so their weights could not be checked",
+                      "use 1 and more engines (a smaller rollout.parallel.tp), or rollout.engine: sglang")
+    if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
+        yield Problem("rollout.parallel.ep", str(parallel.ep), f"1 or rollout.parallel.tp ({tp}) with rollout.engine "
+                      "vllm, which deals experts out over all GPUs of an engine", "use one of them, or rollout.engine: "
+                      "sglang")
 
 
 def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
@@ -267,23 +264,40 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
         yield from _check_experts(exp, spec)
-    engine_tp = exp.rollout.parallel.tp
+    against_each = {key: lambda size, cut=cut: layout_problems(spec, cut(size)) for key, cut in cuts.items()}
+    if not [*_check_engine_split(exp)]:
+        against_each |= _engine_cuts(exp.rollout.parallel, spec)
     found: set[str] = set()
-    # Engines cut attention and MLP as Megatron does.
-    for key, cut in {**cuts, "rollout.parallel.tp": lambda size: Layout(tp=size)}.items():
+    for key, against in against_each.items():
         size = attrgetter(key)(exp)
         # A stage whose layers do not divide has chunks whose layers do not.
-        reasons = [reason for reason in layout_problems(spec, cut(size)) if "vpp" not in key or reason not in found]
+        reasons = [reason for reason in against(size) if "vpp" not in key or reason not in found]
         found.update(reasons)
         if reasons:
-            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, cut(n))]
+            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not against(n)]
             yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
-    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
                       "use a power of 2")
     yield from _check_tokens(exp, spec, hf_config)
+
+
+def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Callable[[int], list[str]]]:
+    """By key, why an engine cannot cut the model by a size: MLPs over tp, attention over tp / dp, experts over tp / ep,
+    each as Megatron does."""
+    def by_tp(tp: int) -> list[str]:
+        if tp % parallel.ep or tp % parallel.dp:
+            return [f"tp {tp} is no multiple of ep {parallel.ep} and dp {parallel.dp}"]
+        etp = tp // parallel.ep if spec.moe else 1
+        return layout_problems(spec, Layout(tp=tp, etp=etp), attention_tp=tp // parallel.dp)
+
+    def by_ep(ep: int) -> list[str]:
+        return layout_problems(spec, Layout(dp=ep, ep=ep)) + (
+            [f"ep {ep} does not divide tp {parallel.tp}"] if parallel.tp % ep else [])
+
+    return {"rollout.parallel.tp": by_tp, "rollout.parallel.ep": by_ep}
 
 
 def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from mrl.config.algorithm import Algorithm
 from mrl.config.rewards import KINDS, AnyPart, Math, named_parts
 from mrl.config.section import Fraction, Section
+from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -43,7 +45,7 @@ class Reward(Section):
     """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`, which is what it becomes when it is read."""
 
     kind: Optional[Literal[tuple(KINDS)]] = Field(
-        None, description="short for `parts` with one part of this kind, whose keys stand here beside it; null: see parts")
+        None, description="short for `parts` with one part of this kind, whose keys stand beside it; null: see parts")
     parts: dict[str, AnyPart] = Field(
         {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
         description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
@@ -54,37 +56,6 @@ class Reward(Section):
     @classmethod
     def _one_part(cls, given: Any) -> Any:
         return named_parts(given, set(cls.model_fields)) if isinstance(given, dict) else given
-
-
-class Clip(Section):
-    low: PositiveFloat = Field(0.2, description="lower bound of the ratio is 1 - low")
-    high: PositiveFloat = Field(0.2, description="upper bound of the ratio is 1 + high (DAPO: 0.28)")
-
-
-class Kl(Section):
-    coef: NonNegativeFloat = Field(0.0, description="weight of KL(actor || reference) in the loss; 0: no reference")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator (Schulman 2020)")
-
-
-class Correction(Section):
-    kind: Literal["none", "truncated"] = Field(
-        "truncated", description="with old_log_prob recompute (no effect otherwise): importance weight trainer/rollout "
-                                 "for the engine's numerical mismatch and staleness")
-    cap: PositiveFloat = Field(2.0, description="upper truncation of that weight")
-
-
-class Algorithm(Section):
-    name: Literal["grpo"] = Field("grpo", description="how advantages are made from the rewards of a group")
-    normalize_by_std: bool = Field(
-        True, description="divide group advantages by the group's unbiased std (false: Dr.GRPO)")
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="how per-token losses become one number")
-    old_log_prob: Literal["rollout", "recompute"] = Field(
-        "rollout", description="proximal log-probs: the engine's, or recomputed before the first minibatch")
-    clip: Clip = Clip()
-    kl: Kl = Kl()
-    correction: Correction = Correction()
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
 
 
 class Batch(Section):
@@ -144,7 +115,17 @@ class Trainer(Section):
 
 
 class RolloutParallel(Section):
-    tp: PositiveInt = Field(1, description="tensor parallel size of one engine")
+    tp: PositiveInt = Field(1, description="tensor parallel size of one engine, which is the number of its GPUs")
+    ep: PositiveInt = Field(
+        1, description="parts into which an engine deals out the experts of a layer, each cut over tp / ep GPUs; vLLM: "
+                       "1 or tp")
+    dp: PositiveInt = Field(
+        1, description="attention data parallel size within tp: replicas of attention, each cut over tp / dp GPUs; "
+                       "SGLang alone")
+
+    def layout(self, engine: Literal["vllm", "sglang"], count: int, gpus_per_node: int) -> EngineLayout:
+        """The layout of so many engines. ValueError for sizes that do not divide."""
+        return EngineLayout(engine=engine, count=count, tp=self.tp, ep=self.ep, dp=self.dp, gpus_per_node=gpus_per_node)
 
 
 class Sampling(Section):

@@ -51,6 +51,42 @@ def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 40}
+
+
+@pytest.mark.parametrize("engine, sizes, key, words", [
+    ("vllm", "{tp: 4, ep: 2}", "rollout.parallel.ep", "1 or rollout.parallel.tp (4) with rollout.engine vllm"),
+    ("vllm", "{tp: 4, ep: 3}", "rollout.parallel.ep", "a divisor of rollout.parallel.tp (4)"),
+    ("vllm", "{tp: 4, dp: 2}", "rollout.parallel.dp", "rollout.engine: sglang"),
+    ("sglang", "{tp: 4, dp: 3}", "rollout.parallel.dp", "use one of 1, 2, 4"),
+    ("sglang", "{tp: 8, ep: 8, dp: 2}", "rollout.parallel.ep", "ep 8 does not divide the number of experts 4"),
+    ("sglang", "{tp: 8, ep: 8, dp: 2}", "rollout.parallel.ep", "use one of 1, 2, 4"),
+    ("sglang", "{tp: 16, ep: 1, dp: 4}", "rollout.parallel.tp", "etp 16 does not divide moe_intermediate_size 40"),
+    ("sglang", "{tp: 16, ep: 4, dp: 2}", "rollout.parallel.tp", "tp 8 does not divide num_attention_heads 4"),
+])
+def test_an_engine_is_split_as_it_can_be(experiment_file, hf_config, engine, sizes, key, words):
+    gpus = sizes.split(",")[0].split()[1]
+    problems = found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
+                     f"cluster.rollout_gpus={gpus}")
+    assert words in problems[key] and [name for name in problems if name.startswith("rollout.parallel")] == [key]
+
+
+@pytest.mark.parametrize("engine, sizes", [
+    ("vllm", "{tp: 4, ep: 4}"), ("sglang", "{tp: 4, ep: 2}"), ("sglang", "{tp: 4, ep: 4, dp: 4}"),
+    ("sglang", "{tp: 8, ep: 4, dp: 2}")])
+def test_engines_of_experts(experiment_file, hf_config, engine, sizes):
+    gpus = sizes.split(",")[0].split()[1]
+    assert found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
+                 "trainer.parallel.sequence_parallel=true", f"cluster.rollout_gpus={gpus}") == {}
+
+
+def test_a_model_without_experts_has_none_to_deal_out(experiment_file, hf_config):
+    assert "the model has none" in found(experiment_file, hf_config, "rollout.engine=sglang",
+                                         "rollout.parallel={tp: 2, ep: 2}", "cluster.rollout_gpus=2")[
+        "rollout.parallel.ep"]
+
+
 def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch):
     untrainable = replace(QWEN3, untrainable="it is too large")
     monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
@@ -194,8 +230,31 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["rollout.sampling.top_p=0.95"], "rollout.sampling.top_p", "full distribution"),
     (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
     (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
-    (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncated"),
-    (["algorithm.correction.cap=3.0"], "algorithm.correction.cap", "algorithm.old_log_prob: recompute"),
+    (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncate"),
+    (["algorithm.correction.cap=3.0"], "algorithm.correction.cap", "change algorithm.old_log_prob"),
+    (["algorithm.old_log_prob=recompute", "algorithm.correction.floor=2.0"], "algorithm.correction.floor",
+     "correction.cap (2.0)"),
+    (["algorithm.name=rloo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt", "algorithm.name rloo"),
+    (["algorithm.name=pass_at_k", "algorithm.std=biased", "batch.samples_per_prompt=4"], "algorithm.pass_k", "smaller"),
+    (["algorithm.name=pass_at_k"], "algorithm.std", "set algorithm.std: biased"),
+    (["algorithm.name=rloo", "algorithm.std=biased"], "algorithm.std", "algorithm.name rloo"),
+    (["algorithm.pass_k=2"], "algorithm.pass_k", "algorithm.name grpo"),
+    (["algorithm.gae.lam=0.9"], "algorithm.gae.lam", "algorithm.name grpo"),
+    (["algorithm.policy_loss=reinforce"], "algorithm.old_log_prob", "set algorithm.old_log_prob: recompute"),
+    (["algorithm.policy_loss=reinforce", "batch.epochs=2"], "batch.epochs", "algorithm.policy_loss: ppo"),
+    (["algorithm.policy_loss=reinforce", "batch.minibatches=2"], "batch.minibatches", "algorithm.policy_loss: ppo"),
+    (["algorithm.policy_loss=reinforce", "algorithm.clip.high=0.3"], "algorithm.clip.high", "it has no ratio"),
+    (["algorithm.policy_loss=cispo", "algorithm.clip.dual=3.0"], "algorithm.clip.dual", "always bounded"),
+    (["algorithm.clip.dual=1.2"], "algorithm.clip.dual", "1.2): it bounds"),
+    (["algorithm.constant_tokens=100"], "algorithm.constant_tokens", "algorithm.aggregation token_mean"),
+    (["algorithm.kl={coef: 0.1, estimator: k1}"], "algorithm.kl.estimator", "averages to 0"),
+    (["algorithm.kl={coef: 0.1, straight_through: true, place: reward}"], "algorithm.kl.straight_through",
+     "no gradient"),
+    (["algorithm.kl={coef: 0.1, straight_through: true, estimator: k2}"], "algorithm.kl.straight_through", "by itself"),
+    (["algorithm.kl.target=0.1"], "algorithm.kl.target", "adapting multiplies it"),
+    (["algorithm.kl={coef: 0.1, horizon: 100}"], "algorithm.kl.horizon", "coef is fixed"),
+    (["algorithm.kl.reference_every=10"], "algorithm.kl.reference_every", "no reference"),
+    (["algorithm.kl.place=reward"], "algorithm.kl.place", "no reference"),
     (["rollout.args=[--seed-oss, --dtype=half]"], "rollout.args.1", "it comes from model.dtype"),
     (["rollout.args=[-tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["rollout.args=['--max_model_len', '64']"], "rollout.args.0", "--max-model-len is mrl's own"),
@@ -216,8 +275,22 @@ def test_recompute_without_correction_is_fine_on_fresh_samples(experiment_file, 
 
 
 def test_correction_as_a_resolved_file_spells_it_out_is_fine(experiment_file, hf_config):
-    assert found(experiment_file, hf_config, "algorithm.correction={kind: truncated, cap: 2.0}") == {}
+    assert found(experiment_file, hf_config, "algorithm.correction={kind: truncate, cap: 2.0}") == {}
     assert found(experiment_file, hf_config, "algorithm.correction.cap=3.0", "algorithm.old_log_prob=recompute") == {}
+
+
+@pytest.mark.parametrize("algorithm", [
+    "{name: grpo, std: none, aggregation: constant, constant_tokens: 100}",
+    "{name: pass_at_k, std: biased, pass_k: 2}",
+    "{name: reinforce_plus_plus, kl: {coef: 0.01, estimator: k1, place: reward, target: 0.1, horizon: 100}}",
+    "{name: reinforce_plus_plus_baseline, kl: {coef: 0.01, estimator: k1, straight_through: true}}",
+    "{name: rloo, policy_loss: gspo, clip: {low: 3e-4, high: 4e-4, dual: 3.0}, aggregation: sequence_mean}",
+    "{name: grpo, policy_loss: cispo, clip: {low: 1.0, high: 2.0}, whiten: true}",
+    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, cap: 5.0}}",
+    "{kl: {coef: 0.01, estimator: k2, reference_every: 100}}",
+])
+def test_algorithms_that_work(experiment_file, hf_config, algorithm):
+    assert found(experiment_file, hf_config, f"algorithm={algorithm}") == {}
 
 
 def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
