@@ -1,6 +1,8 @@
 """Divergence from the reference: per-token estimators, and the coefficient that adapts."""
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,14 +50,15 @@ def _value(drift: Tensor, estimator: Estimator) -> Tensor:
 def adapted_coef(coef: float, measured: float, samples: int, kl: Kl) -> float:
     """The coefficient of the next step: coef * (1 + e * samples / horizon), e = measured / target - 1 within ±0.2.
 
-    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences". Without a target it stays as it is.
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences". Without a target it stays as it is, and
+    so it does where the KL is no finite number (a step whose update was skipped).
 
     Args:
         coef: the coefficient of this step.
         measured: mean KL of this step's tokens, nats.
         samples: sequences of this step.
     """
-    if kl.target is None:
+    if kl.target is None or not math.isfinite(measured):
         return coef
     error = min(max(measured / kl.target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
     return coef * (1.0 + error * samples / kl.horizon)

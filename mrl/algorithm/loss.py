@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mrl.algorithm.correction import effective_share, importance
+from mrl.algorithm.correction import Importance, effective_share, importance
 from mrl.algorithm.kl import kl_estimate
 from mrl.algorithm.policy import policy_term
 from mrl.config.algorithm import Algorithm
@@ -62,11 +62,7 @@ def make_loss(algorithm: Algorithm, kl_coef: float) -> LossFn:
         per_token, extra = term.loss, {}
         if algorithm.old_log_prob == "recompute" and algorithm.correction.kind != "none":
             found = importance(old, rollout, sequence, algorithm.correction)
-            per_token = found.weight * per_token
-            extra = {"importance_weight": (shares * found.weight).sum(),
-                     "importance_square": (shares * found.weight.square()).sum(),
-                     "importance_cut": (shares * found.cut).sum(),
-                     "importance_max": _max(torch.where(mask, found.raw, 0.0))}
+            per_token, extra = found.weight * per_token, _importance_metrics(found, shares, mask)
         loss = policy_loss = (weights * per_token).sum()
         mismatch = (log_probs.detach() - rollout).abs()
         if algorithm.kl.coef > 0:
@@ -108,6 +104,13 @@ def _proximal(algorithm: Algorithm, log_probs: Tensor, rollout: Tensor, fields: 
         raise ValueError("field old_log_prob given, but algorithm.old_log_prob is rollout: "
                          "set it to recompute or leave the field out")
     return rollout
+
+
+def _importance_metrics(found: Importance, shares: Tensor, mask: Tensor) -> Metrics:
+    return {"importance_weight": (shares * found.weight).sum(),
+            "importance_square": (shares * found.weight.square()).sum(),
+            "importance_cut": (shares * found.cut).sum(),
+            "importance_max": _max(torch.where(mask, found.raw, 0.0))}
 
 
 def _max(values: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ def test_the_coefficient_follows_the_target(measured, expected):
     assert adapted_coef(0.2, measured, samples=100, kl=kl) == pytest.approx(expected)
 
 
-def test_without_a_target_the_coefficient_stays():
+def test_the_coefficient_stays_without_a_target_or_a_number():
+    assert adapted_coef(0.2, math.nan, samples=100, kl=Kl(coef=0.2, target=0.1)) == 0.2
     assert adapted_coef(0.2, 9.0, samples=100, kl=Kl(coef=0.2)) == 0.2
 
 
