@@ -111,7 +111,7 @@ def evaluate_command(
     run: Annotated[Optional[Path], typer.Option(help="evaluate a checkpoint of this run instead")] = None,
     step: Annotated[Optional[int], typer.Option(min=0, help="with --run: its step. Default: the newest")] = None,
 ) -> None:
-    """Held-out accuracy of a model or checkpoint: mean@n, best@n, maj@n."""
+    """Held-out results of a model or checkpoint: mean@n, best@n, maj@n, pass@k, by data set and subset."""
     with _user_errors():
         if model is not None and run is not None:
             raise UserError(f"--model {model} and --run {run} exclude each other: give one")
@@ -123,7 +123,7 @@ def evaluate_command(
         from mrl.preflight import preflight_evaluation
 
         exp, _ = _checked(experiment, [*(overrides or []), *chosen], preflight_evaluation)
-        from mrl.evaluate import evaluate
+        from mrl.evaluation.command import evaluate
 
         if run is None:
             raise typer.Exit(evaluate(exp, None))

@@ -124,7 +124,7 @@ class StepLoop:
                                               self.experiment.loop.collect_timeout_s):
             self.push(engines)
         if self.rollouts and (evaluated := self.rollouts.take("eval")):
-            self.log.evaluation(evaluated)
+            self.log.evaluation(evaluated, self.experiment.eval, self.experiment.seed)
 
     def share(self, lag: int) -> None:
         shares = None

@@ -18,7 +18,7 @@ from typing import Any
 from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
-from mrl.config.schema import Experiment
+from mrl.config.schema import Data, Experiment
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into
 
@@ -35,8 +35,7 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
     `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp),
-                 *check_prompts("data.eval", exp.data.eval, exp)]
+    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp.data), *check_heldout(exp)]
     return problems + check_experiment(exp, hf_config, visible_gpus), hf_config
 
 
@@ -49,7 +48,7 @@ def preflight_training(exp: Experiment) -> Findings:
 def preflight_evaluation(exp: Experiment) -> Findings:
     """What keeps `mrl eval` from starting on this machine: it has engines and held-out prompts, but no trainers."""
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.eval", exp.data.eval, exp), *check_engine_python(exp)]
+    problems += [*check_files(exp), *check_heldout(exp), *check_engine_python(exp)]
     return problems + check_evaluation(exp, hf_config, count_gpus()), hf_config
 
 
@@ -87,28 +86,33 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
                           "tokenizer_config.json)", "copy the tokenizer files into it")
     if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
         yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
-    if exp.reward.kind == "custom" and exp.reward.function:
-        file = exp.reward.function.rpartition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            yield Problem("reward.function", exp.reward.function, "an existing Python file", f"no such file: {file}")
+    for key, reward in exp.rewards.items():
+        file = (reward.function or "").rpartition(":")[0]
+        if reward.kind == "custom" and file.endswith(".py") and not Path(file).is_file():
+            yield Problem(f"{key}.function", reward.function, "an existing Python file", f"no such file: {file}")
     shared = exp.sync.disk_dir
     if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
         yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
                       "make it, or mount the file system that trainers and engines share")
 
 
-def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Problem]:
+def check_heldout(exp: Experiment) -> Iterator[Problem]:
+    """The prompts of every held-out data set."""
+    for name, dataset in exp.eval.datasets.items():
+        yield from check_prompts(f"eval.datasets.{name}.path", dataset.path, dataset.columns(exp.data),
+                                 dataset.subset_key)
+
+
+def check_prompts(key: str, source: str, data: Data, subset_key: str | None = None) -> Iterator[Problem]:
     """The prompts that `key` names: every row of a file. A Hugging Face data set is not downloaded for it."""
     allowed = "a .jsonl or .parquet file of prompts and answers, or hf:name[:split]"
-    if source is None:
-        return
     if source.startswith("hf:"):
         if importlib.util.find_spec("datasets") is None:
             yield Problem(key, source, allowed, "hf: needs the Hugging Face datasets library, which is not installed: "
                           f"{sys.executable} -m pip install datasets")
         return
     try:
-        load_prompts(source, exp.data)
+        load_prompts(source, data, subset_key)
     except DataError as error:
         yield Problem(key, source, allowed, str(error))
 

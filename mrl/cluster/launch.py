@@ -160,10 +160,11 @@ def closing_words(experiment: Experiment, run_dir: Path, code: int) -> str:
                f"--run-dir {run_dir}"
     lines = []
     evaluations = [row for row in metric_rows(run_dir) if row["kind"] == "eval"]
-    if len(evaluations) > 1:
-        key = next(name for name in evaluations[0] if name.startswith("eval/mean@"))
-        before, after = evaluations[0][key], evaluations[-1][key]
-        lines.append(f"held-out {key.removeprefix('eval/')}: {before:.3f} before, {after:.3f} after")
+    for name, dataset in experiment.eval.datasets.items():
+        key = f"acc/mean@{dataset.samples_per_prompt}"
+        values = [row[f"eval/{name}/{key}"] for row in evaluations if f"eval/{name}/{key}" in row]
+        if len(values) > 1:
+            lines.append(f"held-out {name} {key}: {values[0]:.3f} before, {values[-1]:.3f} after")
     lines += [f"run directory: {run_dir}",
               f"next: mrl export {run_dir} --step {experiment.loop.steps} --out {run_dir}/hf",
               f"      tensorboard --logdir {run_dir}/tensorboard"]

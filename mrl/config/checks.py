@@ -20,6 +20,7 @@ Cut = Callable[[int], Layout]
 """The layout with one parallel size, all others left out."""
 
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
+_ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
 # The argument that bounds an engine's share of its GPU's memory.
 _MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
@@ -37,9 +38,9 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
                 *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
                 *_check_reward(exp)]
-    if exp.eval.every and exp.data.eval is None:
-        problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
-                                "set data.eval, or eval.every: 0"))
+    if exp.eval.every and not exp.eval.datasets:
+        problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
+                                f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
     if hf_config is not None:
         problems += _check_model(exp, hf_config, _trainer_cuts(exp.trainer.parallel))
     return problems
@@ -53,9 +54,8 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
                 *_check_reward(exp)]
-    if exp.data.eval is None:
-        problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
-                                "for example data.eval=heldout.jsonl"))
+    if not exp.eval.datasets:
+        problems.append(Problem("eval.datasets", "{}", "at least one held-out data set to evaluate on", _ADD_DATASET))
     if hf_config is not None:
         problems += _check_model(exp, hf_config, {})
     return problems
@@ -150,7 +150,7 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
     """Log-probs in training are those of the full, temperature-scaled distribution: the engine must sample from it."""
     sampling, why = exp.rollout.sampling, "training needs the log-probs of the full distribution it samples from"
     if sampling.temperature == 0:
-        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}", "use 1.0; eval.temperature may be 0")
+        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}", "use 1.0; that of eval.datasets may be 0")
     if sampling.top_p < 1:
         yield Problem("rollout.sampling.top_p", str(sampling.top_p), f"1.0: {why}", "remove the key")
     if sampling.top_k not in (-1, 0):
@@ -243,15 +243,14 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
 
 
 def _check_reward(exp: Experiment) -> Iterator[Problem]:
-    function = exp.reward.function
-    if exp.reward.kind == "custom":
-        file, _, name = (function or "").rpartition(":")
-        if not file.endswith(".py") or not name.isidentifier():
-            yield Problem("reward.function", str(function), "'path.py:function' with reward.kind custom",
-                          "for example reward.function: rewards/mine.py:score")
-    elif function is not None:
-        yield Problem("reward.function", function, f"null with reward.kind {exp.reward.kind}",
-                      "set reward.kind: custom")
+    for key, reward in exp.rewards.items():
+        file, _, name = (reward.function or "").rpartition(":")
+        if reward.kind == "custom" and (not file.endswith(".py") or not name.isidentifier()):
+            yield Problem(f"{key}.function", str(reward.function), f"'path.py:function' with {key}.kind custom",
+                          f"for example {key}.function: rewards/mine.py:score")
+        elif reward.kind != "custom" and reward.function is not None:
+            yield Problem(f"{key}.function", reward.function, f"null with {key}.kind {reward.kind}",
+                          f"set {key}.kind: custom")
 
 
 def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
@@ -309,11 +308,15 @@ def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _check_tokens(exp: Experiment, spec: ModelSpec, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    longest, limit = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens, context_limit(hf_config)
-    if limit is not None and longest > limit:
-        yield Problem("rollout.sampling.max_response_tokens", str(exp.rollout.sampling.max_response_tokens),
-                      f"at most {max(0, limit - exp.data.max_prompt_tokens)}: with data.max_prompt_tokens "
-                      f"({exp.data.max_prompt_tokens}) the model reaches {limit} positions", "shorten either")
+    prompt, limit = exp.data.max_prompt_tokens, context_limit(hf_config)
+    responses = {"rollout.sampling": exp.rollout.sampling.max_response_tokens} | {
+        f"eval.datasets.{name}.sampling": dataset.sampling.max_response_tokens or 0
+        for name, dataset in exp.eval.datasets.items()}
+    for key, response in responses.items():
+        if limit is not None and prompt + response > limit:
+            yield Problem(f"{key}.max_response_tokens", str(response),
+                          f"at most {max(0, limit - prompt)}: with data.max_prompt_tokens ({prompt}) the model reaches "
+                          f"{limit} positions", "shorten either")
     for token in exp.rollout.sampling.stop_token_ids:
         if token >= spec.vocab:
             yield Problem("rollout.sampling.stop_token_ids", str(token), f"token ids < {spec.vocab}", "remove it")

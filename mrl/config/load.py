@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from mrl.config import source
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.keys import all_keys, find_key, nearest_key, sibling_keys
+from mrl.config.keys import NAME, all_keys, find_key, nearest_key, sibling_keys
 from mrl.config.schema import Experiment, Section, SftExperiment
 
 Kind = TypeVar("Kind", bound=Section)
@@ -90,6 +90,8 @@ def absolute_paths(experiment: Kind) -> Kind:
         "model.chat_template": _absolute,
         "data.train": _absolute_data,
         "data.eval": _absolute_data,
+        f"eval.datasets.{NAME}.path": _absolute_data,
+        f"eval.datasets.{NAME}.reward.function": _absolute_function,
         "reward.function": _absolute_function,
         "rollout.python": lambda value: _absolute(value) if "/" in value else value,
         "log.dir": _absolute,
@@ -102,12 +104,17 @@ def absolute_paths(experiment: Kind) -> Kind:
     return experiment
 
 
-def _with(section: Kind, parts: list[str], rule: Callable[[str], str]) -> Kind:
-    """A copy of the section in which `rule` was applied to the key at `parts`, unless that is null."""
+def _with(value: Any, parts: list[str], rule: Callable[[str], str]) -> Any:
+    """A copy of a section in which `rule` was applied to the key at `parts`, unless that, or a section on the way to it,
+    is null. NAME among the parts stands for every name there is."""
+    if not value:
+        return value
+    if not parts:
+        return rule(value)
     name, *rest = parts
-    value = getattr(section, name)
-    changed = _with(value, rest, rule) if rest else rule(value) if value else value
-    return section.model_copy(update={name: changed})
+    if name == NAME:
+        return {key: _with(section, rest, rule) for key, section in value.items()}
+    return value.model_copy(update={name: _with(getattr(value, name), rest, rule)})
 
 
 def _absolute(path: str) -> str:

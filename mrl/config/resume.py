@@ -30,9 +30,10 @@ def resume_problems(stored: Experiment, new: Experiment) -> list[Problem]:
     """
     problems = []
     for key in (leaf.name for leaf in leaf_keys()):
+        if any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
+            continue
         before, now = _value(stored, key), _value(new, key)
-        decided_later = key == "cluster.device" and "auto" in (before, now)
-        if before == now or decided_later or any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
+        if before == now or key == "cluster.device" and "auto" in (before, now):
             continue
         problems.append(Problem(key, _shown(now), f"{_shown(before)}, as in the run that is there",
                                 "set it back to resume that run, or name another run directory for a new one"))

@@ -14,6 +14,7 @@ from mrl.reshard.layout import Layout
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+DatasetName = Annotated[str, Field(pattern=r"^\w+$")]
 
 
 class Section(BaseModel):
@@ -31,7 +32,6 @@ class Model(Section):
 
 class Data(Section):
     train: str = Field(description=".jsonl, .parquet, or 'hf:name[:split]' (pip install datasets)")
-    eval: Optional[str] = Field(None, description="held-out prompts, same formats; null: no evaluation")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
     system_prompt: Optional[str] = Field(None, description="put before a string prompt as a system message")
@@ -200,11 +200,38 @@ class Cluster(Section):
         400.0, description="bandwidth between the GPUs of one machine, of each in one direction, 10^9 bytes/s")
 
 
+class EvalSampling(Section):
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0: greedy")
+    top_p: Fraction = Field(1.0, description="nucleus mass")
+    top_k: int = Field(-1, ge=-1, description="number of tokens kept; -1: all of them")
+    max_response_tokens: Optional[PositiveInt] = Field(
+        None, description="longest response, in tokens; null: as rollout.sampling")
+
+
+class EvalDataset(Section):
+    path: str = Field(description="held-out prompts, in one of the formats of data.train")
+    samples_per_prompt: PositiveInt = Field(1, description="samples of each prompt")
+    max_prompts: Optional[PositiveInt] = Field(None, description="first N prompts; null: all")
+    sampling: EvalSampling = EvalSampling()
+    prompt_key: Optional[str] = Field(None, description="column with the prompt; null: data.prompt_key")
+    answer_key: Optional[str] = Field(None, description="column with the reference answer; null: data.answer_key")
+    subset_key: Optional[str] = Field(None, description="column whose values divide the prompts into subsets that are "
+                                      "reported one by one, e.g. level; null: none")
+    reward: Optional[Reward] = Field(None, description="as the section `reward`; null: the experiment's own")
+
+    def columns(self, data: Data) -> Data:
+        """The `data` section with this data set's own columns."""
+        own = {"prompt_key": self.prompt_key, "answer_key": self.answer_key}
+        return data.model_copy(update={key: column for key, column in own.items() if column is not None})
+
+
 class Eval(Section):
     every: NonNegativeInt = Field(0, description="evaluate before step 0, every N steps and after the last; 0: never")
-    samples_per_prompt: PositiveInt = Field(1, description="samples of each held-out prompt")
-    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature of evaluation; 0: greedy")
-    max_prompts: Optional[PositiveInt] = Field(None, description="first N held-out prompts; null: all")
+    datasets: dict[DatasetName, EvalDataset] = Field(
+        {}, description="held-out data sets, each under a name of its own")
+    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.95, description="confidence of the intervals of results (bootstrap over prompts)")
+    save_samples: bool = Field(True, description="write every evaluated sample to a file")
 
 
 class Checkpoint(Section):
@@ -218,6 +245,10 @@ class Log(Section):
     logprob_diff_alarm: PositiveFloat = Field(
         0.2, description="say so when trainer and engine log-probs differ by more than this on average")
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
+
+
+class SftData(Data):
+    eval: Optional[str] = Field(None, description="held-out prompts and answers, same formats; null: none")
 
 
 class SftBatch(Section):
@@ -239,7 +270,7 @@ class SftExperiment(Section):
     stop_below: NonNegativeFloat = Field(
         0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
     model: Model
-    data: Data
+    data: SftData
     batch: SftBatch
     trainer: Trainer = Trainer()
     cluster: SftCluster = SftCluster()
@@ -281,3 +312,16 @@ class Experiment(Section):
         """Groups of trainer ranks that work on samples of their own."""
         parallel = self.trainer.parallel
         return self.trainer_ranks // (parallel.tp * parallel.pp * parallel.cp)
+
+    @property
+    def engine_tokens(self) -> int:
+        """Tokens that an engine must hold of one sample, prompt and response together."""
+        responses = [self.rollout.sampling.max_response_tokens,
+                     *(dataset.sampling.max_response_tokens or 0 for dataset in self.eval.datasets.values())]
+        return self.data.max_prompt_tokens + max(responses)
+
+    @property
+    def rewards(self) -> dict[str, Reward]:
+        """Every section that describes a reward, by its key."""
+        own = {f"eval.datasets.{name}.reward": dataset.reward for name, dataset in self.eval.datasets.items()}
+        return {"reward": self.reward, **{key: reward for key, reward in own.items() if reward is not None}}

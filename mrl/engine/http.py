@@ -144,11 +144,6 @@ class HttpServer(ABC):
         path = Path(self.experiment.model.path)
         return str(path.resolve()) if path.is_dir() else self.experiment.model.path
 
-    @property
-    def longest_sample(self) -> int:
-        """Tokens of the longest prompt and response together."""
-        return self.experiment.data.max_prompt_tokens + self.experiment.rollout.sampling.max_response_tokens
-
     async def post(self, route: str, body: Mapping[str, Any], timeout_s: Optional[float] = None) -> Any:
         """The server's JSON answer (None: an empty one). EngineLost when it goes away, RuntimeError when it refuses."""
         status, text = await self.request(route, body, timeout_s)

@@ -32,14 +32,15 @@ class SglangServer(HttpServer):
             "--host", rollout.host, "--port", str(port), "--log-level-http", "warning",
             "--load-format", "auto" if self.load_weights else "dummy", "--dtype", self.experiment.model.dtype,
             "--random-seed", str(self.experiment.seed % 2**31 + self.index),
-            "--context-length", str(self.longest_sample),
+            "--context-length", str(self.experiment.engine_tokens),
             "--max-running-requests", str(rollout.max_concurrent_requests),
             "--tp-size", str(rollout.parallel.tp), "--grammar-backend", "none",
             "--sampling-backend", "pytorch",  # the one that takes a seed for each request
         ]
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
-        cached = max(self.longest_sample, min(CPU_CACHED_TOKENS, self.longest_sample * rollout.max_concurrent_requests))
+        longest = self.experiment.engine_tokens
+        cached = max(longest, min(CPU_CACHED_TOKENS, longest * rollout.max_concurrent_requests))
         return [*command, "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", str(cached),
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
                 "--sleep-on-idle"]  # an idle scheduler would keep a core busy

@@ -28,7 +28,7 @@ class VllmServer(HttpServer):
             "--load-format", "auto" if self.load_weights else "dummy", "--dtype", self.experiment.model.dtype,
             "--seed", str(self.experiment.seed % 2**31 + self.index),
             "--worker-extension-cls", "mrl_receiver.vllm.WeightReceiver",
-            "--max-model-len", str(self.longest_sample), "--max-num-seqs", str(rollout.max_concurrent_requests),
+            "--max-model-len", str(self.experiment.engine_tokens), "--max-num-seqs", str(rollout.max_concurrent_requests),
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]
@@ -37,7 +37,7 @@ class VllmServer(HttpServer):
             # server dies. So prompts are prefilled whole.
             # Of its two backends for MLA, the one for AMX drops the weights that a sync writes to. Ignored without MLA.
             command += ["--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend", "CPU_MLA",
-                        "--max-num-batched-tokens", str(max(self.longest_sample, CPU_BATCHED_TOKENS))]
+                        "--max-num-batched-tokens", str(max(self.experiment.engine_tokens, CPU_BATCHED_TOKENS))]
         return command
 
     def variables(self) -> dict[str, str]:

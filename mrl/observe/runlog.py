@@ -5,8 +5,9 @@ import json
 import time
 from pathlib import Path
 
-from mrl.config.schema import Log
-from mrl.rollout.evaluation import evaluation_metrics
+from mrl.config.schema import Eval, Log
+from mrl.evaluation.report import flat_metrics, reports
+from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group
 from mrl.stream.report import PushReport
 
@@ -15,7 +16,7 @@ class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
 
     def __init__(self, run_dir: Path, log: Log, steps: int, attempt: int):
-        self.log, self.steps, self.attempt = log, steps, attempt
+        self.run_dir, self.log, self.steps, self.attempt = run_dir, log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
         self.trajectory_dir = run_dir / "trajectories"
@@ -52,13 +53,16 @@ class RunLog:
                  f"len {values['rollout/response_length']:.1f} logprob_diff {values['rollout/logprob_diff']:.4f} "
                  f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
 
-    def evaluation(self, groups: list[Group]) -> None:
-        """Held-out results, under the step that asked for them."""
-        step, values = groups[0].request.step, evaluation_metrics(groups)
-        self.trajectories(f"eval_{step:06d}", groups)
-        self.metrics(step, {"kind": "eval", **values})
-        shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
-        self.say(f"evaluation after step {step}: {shown} ({values['eval/prompts']} prompts)")
+    def evaluation(self, groups: list[Group], config: Eval, seed: int) -> None:
+        """Held-out results, under the step that asked for them, and the samples they come from."""
+        step, found = groups[0].request.step, reports(groups, config, seed)
+        self.metrics(step, {"kind": "eval", **flat_metrics(found)})
+        if config.save_samples:
+            save_samples(self.run_dir / "evaluations" / f"step_{step:06d}", found)
+        for name, report in found.items():
+            shown = " ".join(f"{result.removesuffix('/mean')} {value:.3f}"
+                             for result, (value, *_) in report.results.items() if "@" in result)
+            self.say(f"evaluation after step {step}: {name} {shown} ({report.counts['prompts']} prompts)")
 
     def push(self, step: int, report: PushReport) -> None:
         """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""

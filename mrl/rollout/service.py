@@ -32,9 +32,10 @@ class RolloutService:
             self._revive(index, "cancel")
         for index, engine in enumerate(engines):
             _answer(engine.abort.remote(attempt), f"engine {index}", default=None)
-        sizes: dict[Kind, int] = _answer(workers[0].sizes.remote(), "rollout worker 0")
-        self.order = PromptOrder(sizes["train"], experiment.seed, experiment.data.shuffle) if sizes["train"] else None
-        self.eval_prompts = min(sizes["eval"], experiment.eval.max_prompts or sizes["eval"])
+        sizes: dict[str, int] = _answer(workers[0].sizes.remote(), "rollout worker 0")
+        training = sizes.pop("")
+        self.order = PromptOrder(training, experiment.seed, experiment.data.shuffle) if training else None
+        self.heldout = sizes
         self.missing: list[dict[tuple[Kind, int], tuple[GroupRequest, Version]]] = [{} for _ in workers]
         self.groups: dict[Kind, list[Group]] = {"train": [], "eval": []}
         self.polls: dict = {}
@@ -49,8 +50,10 @@ class RolloutService:
                    for i, draw in enumerate(self.order.take(batch.prompts_per_step))], version)
 
     def ask_evaluation(self, version: Version) -> None:
-        samples = self.experiment.eval.samples_per_prompt
-        self._ask([GroupRequest(i, i, version.step, samples, "eval") for i in range(self.eval_prompts)], version)
+        """Ask for every held-out prompt, of all data sets; the engines serve `version` now."""
+        prompts = [(name, row) for name, size in self.heldout.items() for row in range(size)]
+        self._ask([GroupRequest(i, row, version.step, self.experiment.eval.datasets[name].samples_per_prompt, "eval", name)
+                   for i, (name, row) in enumerate(prompts)], version)
 
     def wait(self, beat: Callable[[], None]) -> list[int]:
         """Wait until everything asked for is there: []. Or until engines need the current weights: their indices.

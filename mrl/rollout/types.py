@@ -13,13 +13,17 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume."""
+    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume.
+
+    dataset: of kind eval, the name in eval.datasets that `prompt_index` counts the prompts of; else empty.
+    """
 
     group_id: int
     prompt_index: int
     step: int
     samples: int
     kind: Kind
+    dataset: str = ""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Group:
     """All samples of one prompt, every one of them sampled from the same weight version.
 
     regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
-    started, finished: wall clock, seconds since the epoch.
+    started, finished: wall clock, seconds since the epoch. subset: the subset of its data set that it belongs to.
     """
 
     request: GroupRequest
@@ -61,6 +65,7 @@ class Group:
     regenerated: bool = False
     started: float = 0.0
     finished: float = 0.0
+    subset: str = ""
 
     @property
     def version(self) -> Version:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Callable, Sequence
 
 import numpy as np
 
-from mrl.config.schema import Experiment
+from mrl.config.schema import Data, EvalDataset, Experiment, Sampling
 from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
 from mrl.data.tokenize import PromptEncoder
@@ -18,6 +19,21 @@ from mrl.engine.api import GenerateRequest, Version
 from mrl.reward.pool import RewardPool
 from mrl.rollout.router import Router
 from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
+
+
+@dataclass
+class Source:
+    """Prompts of the training data or of one held-out data set, and what is done with them.
+
+    sampling: temperature, top_p, top_k and max_response_tokens. prompts: token ids of the `rows`, one list each.
+    """
+
+    data: Data
+    rewards: RewardPool
+    sampling: Sampling
+    subset_key: str | None = None
+    rows: list[dict] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
 
 
 class RolloutWorker:
@@ -29,8 +45,8 @@ class RolloutWorker:
         self.router = Router(find_engines(), experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
-        self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}
-        self.prompts: dict[Kind, list[list[int]]] = {"train": [], "eval": []}
+        self.sources = {"": Source(experiment.data, self.rewards, experiment.rollout.sampling)} | {
+            name: self._heldout(dataset) for name, dataset in experiment.eval.datasets.items()}
         self.done: list[Group] = []
         self.tasks: set[asyncio.Task] = set()
         self.failure: BaseException | None = None
@@ -38,17 +54,15 @@ class RolloutWorker:
 
     async def prepare(self, kinds: Sequence[Kind]) -> None:
         """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
-        data = self.experiment.data
-        for kind in kinds:
-            source = data.train if kind == "train" else data.eval
-            if source:
-                rows = load_prompts(source, data)
-                await self.rewards.check_answers([row[data.answer_key] for row in rows])
-                self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
+        if "train" in kinds:
+            await self._read(self.sources[""], self.experiment.data.train, None)
+        if "eval" in kinds:
+            for name, dataset in self.experiment.eval.datasets.items():
+                await self._read(self.sources[name], dataset.path, dataset.max_prompts)
 
-    async def sizes(self) -> dict[Kind, int]:
-        """Usable prompts of each kind."""
-        return {kind: len(rows) for kind, rows in self.rows.items()}
+    async def sizes(self) -> dict[str, int]:
+        """Usable prompts of the training data, under "", and of each held-out data set."""
+        return {name: len(source.rows) for name, source in self.sources.items()}
 
     async def ask(self, requests: list[GroupRequest], version: Version) -> None:
         """Begin sampling `requests`; `version` is what the engines serve now."""
@@ -88,9 +102,11 @@ class RolloutWorker:
         self.progress.set()
 
     async def _run_group(self, request: GroupRequest, asked: Version) -> None:
-        row = self.rows[request.kind][request.prompt_index]
-        group = Group(request, self.encoder.decode(self.prompts[request.kind][request.prompt_index]),
-                      str(row[self.experiment.data.answer_key]), started=time.time())
+        source = self.sources[request.dataset]
+        row = source.rows[request.prompt_index]
+        group = Group(request, self.encoder.decode(source.prompts[request.prompt_index]),
+                      str(row[source.data.answer_key]), started=time.time(),
+                      subset="" if source.subset_key is None else str(row[source.subset_key]))
         at_least = asked  # an engine that missed a push must not answer with older weights
         while True:
             group.trajectories = await asyncio.gather(
@@ -102,17 +118,19 @@ class RolloutWorker:
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
-        await asyncio.gather(*(self._score(row, t) for t in group.trajectories))
+        await asyncio.gather(*(self._score(source, row, t) for t in group.trajectories))
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
-        experiment, request = self.experiment, group.request
-        prompt, sampling = self.prompts[request.kind][request.prompt_index], experiment.rollout.sampling
+        request = group.request
+        source = self.sources[request.dataset]
+        prompt, sampling = source.prompts[request.prompt_index], source.sampling
+        prompt_id = f"{request.dataset}/{request.prompt_index}" if request.dataset else request.group_id
         completion, losses = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
-            seed=request_seed(experiment.seed, request.step, request.group_id, sample),
-            max_tokens=sampling.max_response_tokens,
-            temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
+            seed=request_seed(self.experiment.seed, request.step, prompt_id, sample),
+            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature,
+            top_p=sampling.top_p, top_k=sampling.top_k,
             stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
             at_least=at_least,
         ))
@@ -124,8 +142,24 @@ class RolloutWorker:
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
                           self.encoder.decode(completion.token_ids))
 
-    async def _score(self, row: dict, trajectory: Trajectory) -> None:
-        data = self.experiment.data
-        result = await self.rewards.score(
+    async def _score(self, source: Source, row: dict, trajectory: Trajectory) -> None:
+        data = source.data
+        result = await source.rewards.score(
             row[data.prompt_key], trajectory.response_text, row[data.answer_key], row)
         trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted
+
+    def _heldout(self, dataset: EvalDataset) -> Source:
+        """A held-out data set, not read yet; what it does not say itself is as in training."""
+        own = dataset.sampling.model_dump(exclude_none=True)
+        return Source(dataset.columns(self.experiment.data),
+                      self.rewards if dataset.reward is None else RewardPool(dataset.reward),
+                      self.experiment.rollout.sampling.model_copy(update=own), dataset.subset_key)
+
+    async def _read(self, source: Source, path: str, max_prompts: int | None) -> None:
+        rows = load_prompts(path, source.data, source.subset_key)
+        await source.rewards.check_answers([row[source.data.answer_key] for row in rows])
+        model = self.experiment.model
+        encoder = self.encoder if source.data == self.experiment.data else (
+            PromptEncoder(model.path, source.data, model.chat_template))
+        rows, prompts = encoder.encode_all(rows)
+        source.rows, source.prompts = rows[:max_prompts], prompts[:max_prompts]

@@ -86,8 +86,11 @@ def test_two_attempts_without_a_step_end_it(attempts, capsys):
 
 
 def test_closing_words_name_the_accuracy_and_what_to_do_next(tmp_path):
-    rows = [{"kind": "eval", "eval/mean@1": 0.25}, {"kind": "train"}, {"kind": "eval", "eval/mean@1": 0.75}]
+    rows = [{"kind": "eval", "eval/heldout/acc/mean@4": 0.25, "eval/new/acc/mean@1": 0.0}, {"kind": "train"},
+            {"kind": "eval", "eval/heldout/acc/mean@4": 0.75}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = launch.closing_words(experiment(), tmp_path, 0)
-    assert "held-out mean@1: 0.250 before, 0.750 after" in words and f"mrl export {tmp_path} --step 2" in words
+    datasets = {"heldout": {"path": "x", "samples_per_prompt": 4}, "new": {"path": "y"}}
+    words = launch.closing_words(experiment(eval={"datasets": datasets}), tmp_path, 0)
+    assert "held-out heldout acc/mean@4: 0.250 before, 0.750 after" in words and "held-out new" not in words
+    assert f"mrl export {tmp_path} --step 2" in words
     assert f"--run-dir {tmp_path}" in launch.closing_words(experiment(), tmp_path, 1)

@@ -143,7 +143,7 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
     result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl",
-                    f"data.eval={folder}/heldout.jsonl", f"rollout.python={folder}/python")
+                    f"eval.datasets.heldout.path={folder}/heldout.jsonl", f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
     for first in ("trainer", "rollout", "samples a step", "links"):
         assert row(result.output, first)[1]
@@ -237,12 +237,12 @@ def test_export_of_no_checkpoint(invoke, monkeypatch):
 
 def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, monkeypatch):
     seen = []
-    fake_module(monkeypatch, "mrl.evaluate", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
+    fake_module(monkeypatch, "mrl.evaluation.command", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
     fake_module(monkeypatch, "mrl.trainer.export",
                 export_run=lambda run, step, out: out.mkdir() or out)
     other = folder / "other"
     (folder / "model").rename(other)
-    heldout = f"data.eval={folder}/heldout.jsonl"
+    heldout = f"eval.datasets.heldout.path={folder}/heldout.jsonl"
     assert invoke("eval", experiment_file, heldout, "--model", other).exit_code == 0
     other.rename(folder / "model")
     run = folder / "run"

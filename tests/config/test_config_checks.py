@@ -55,7 +55,7 @@ def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch)
     untrainable = replace(QWEN3, untrainable="it is too large")
     monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
     assert "Qwen3ForCausalLM cannot: it is too large" in found(experiment_file, hf_config)["model.path"]
-    exp = load_experiment(experiment_file, ["data.eval=heldout.jsonl"])
+    exp = load_experiment(experiment_file, ["eval.datasets.heldout.path=heldout.jsonl"])
     assert check_evaluation(exp, hf_config, visible_gpus=0) == []
 
 
@@ -190,7 +190,7 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["batch.minibatches=3"], "batch.minibatches", "use one of 1, 2, 4, 8"),
     (["batch.minibatches=8", "cluster.trainer_gpus=16"], "batch.minibatches", "at least 8 samples"),
     (["batch.max_tokens_per_microbatch=31"], "batch.max_tokens_per_microbatch", "at least 32"),
-    (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "eval.temperature may be 0"),
+    (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "that of eval.datasets may be 0"),
     (["rollout.sampling.top_p=0.95"], "rollout.sampling.top_p", "full distribution"),
     (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
     (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
@@ -208,7 +208,7 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["reward.kind=custom", "reward.function=mine.py"], "reward.function", "path.py:function"),
     (["reward.kind=custom", "reward.function='mine.py:no name'"], "reward.function", "path.py:function"),
     (["reward.function=mine.py:score"], "reward.function", "set reward.kind: custom"),
-    (["eval.every=2"], "data.eval", "eval.every is 2"),
+    (["eval.every=2"], "eval.datasets", "eval.every is 2"),
 ])
 def test_settings_against_each_other(experiment_file, hf_config, overrides, key, words):
     assert words in found(experiment_file, hf_config, *overrides)[key]

@@ -54,7 +54,7 @@ def test_parquet_equals_jsonl(write, tmp_path):
     (GOOD + "\n\n[1, 2]\n", r"line 5 holds a list"),
     (GOOD.encode() + b'{"prompt": "\xff", "answer": "1"}\n', r"line 3 is not UTF-8"),
     (GOOD + '{"question": "3?", "answer": "6"}',
-     r"line 3: column 'prompt' \(data.prompt_key\) is missing.*question, answer"),
+     r"line 3: column 'prompt' \(prompt_key\) is missing.*question, answer"),
     (GOOD + '{"prompt": "3?", "gold": "6"}', r"line 3: column 'answer' \(data.answer_key\) is missing.*prompt, gold"),
     (GOOD + '{"prompt": "3?", "answer": null}', r"line 3: column 'answer' \(data.answer_key\) is empty"),
     (GOOD + '{"prompt": " ", "answer": "6"}', r"line 3: the prompt .* is blank"),

@@ -54,7 +54,7 @@ def run(request, warm) -> Path:
         pytest.skip(f"there is no {python}")
     runs, args = folder / engine, json.dumps(ENGINES[engine])
     print(call(folder / f"{engine}.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
-               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model", f"data.eval={folder}/heldout.jsonl",
+               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model", f"eval.datasets.heldout.path={folder}/heldout.jsonl",
                "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
                "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.engine={engine}", f"rollout.python={python}",
                f"rollout.args={args}", f"log.dir={runs}", timeout_s=400)[-3000:])

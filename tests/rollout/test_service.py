@@ -25,7 +25,7 @@ class Worker:
         self.prepared = True
 
     def sizes(self):
-        return {"train": 5, "eval": 3}
+        return {"": 5, "easy": 2, "hard": 1}
 
     def cancel(self):
         self.done = []
@@ -33,7 +33,9 @@ class Worker:
     def ask(self, requests: list[GroupRequest], version: Version):
         with open(self.scratch, "a") as file:
             file.write(f"{[r.group_id for r in requests]} {version} {self.prepared}\n")
-        self.done += [group(r.group_id, [1, 0], version=version, kind=r.kind) for r in requests]
+        for request in requests:
+            self.done.append(group(request.group_id, [1, 0], version=version))
+            self.done[-1].request = request
 
     def collect(self, timeout_s):
         if self.die_after is not None and not os.path.exists(self.scratch + ".died"):
@@ -70,7 +72,8 @@ def make(tmp_path):
         actor, gate = ray.remote(num_cpus=0, max_restarts=-1)(Worker), ray.remote(num_cpus=0)(Gate)
         made = [actor.remote(str(tmp_path / f"worker{i}"), die_after if i == 0 else None) for i in range(workers)]
         engines = [gate.remote(i, state, version) for i, (state, version) in enumerate(gates)]
-        return RolloutService(experiment(), made, engines)
+        datasets = {"easy": {"path": "e.jsonl"}, "hard": {"path": "h.jsonl", "samples_per_prompt": 8}}
+        return RolloutService(experiment(eval={"datasets": datasets}), made, engines)
     return build
 
 
@@ -85,7 +88,9 @@ def test_groups_come_back_in_order_from_all_workers_and_ids_run_on(make):
     service.ask_evaluation(V0)
     assert service.wait(beat) == []
     assert [g.request.group_id for g in service.take("train")] == [0, 1, 2, 3]
-    assert [g.request.group_id for g in service.take("eval")] == [0, 1, 2]
+    evaluated = [g.request for g in service.take("eval")]
+    assert [(r.group_id, r.prompt_index, r.dataset, r.samples) for r in evaluated] == [
+        (0, 0, "easy", 1), (1, 1, "easy", 1), (2, 0, "hard", 8)]
     assert service.take("train") == []
 
 

@@ -150,3 +150,32 @@ def test_bad_prompts_and_answers_are_named_by_row(make_worker, tmp_path, section
     worker = make_worker([Gate()], **sections)
     with pytest.raises(error, match=words):
         asyncio.run(worker.prepare(("train",)))
+
+
+def test_held_out_sets_have_prompts_sampling_rewards_and_subsets_of_their_own(make_worker, tmp_path):
+    rows = [{"question": "1+1=?", "gold": "2", "level": 3}, {"question": "12+34=?", "gold": "46", "level": 1},
+            {"question": "2+2=?", "gold": "4", "level": 1}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets = {
+        "as_training": {"path": str(tmp_path / "train.jsonl")},
+        "own": {"path": str(tmp_path / "own.jsonl"), "max_prompts": 2, "prompt_key": "question", "answer_key": "gold",
+                "subset_key": "level", "reward": {"kind": "math"},
+                "sampling": {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "max_response_tokens": 7}}}
+    gate = Gate()
+    worker = make_worker([gate], eval={"datasets": datasets}, rollout={"sampling": {"max_response_tokens": 32}})
+    first, second = run(worker, [GroupRequest(0, 0, 4, 1, "eval", "as_training"),
+                                 GroupRequest(1, 1, 4, 1, "eval", "own")], kinds=("eval",))
+    assert asyncio.run(worker.sizes()) == {"": 0, "as_training": 2, "own": 2}
+    assert (first.answer, first.subset, second.answer, second.subset) == ("46", "", "46", "1")
+    assert first.prompt_text == second.prompt_text and second.trajectories[0].extracted == "46"
+    one, other = sorted(gate.requests, key=lambda request: -request.temperature)
+    assert (one.temperature, one.top_p, one.top_k, one.max_tokens) == (1.0, 1.0, -1, 32)
+    assert (other.temperature, other.top_p, other.top_k, other.max_tokens) == (0.0, 0.9, 5, 7)
+    assert (one.seed, other.seed) == (request_seed(1, 4, "as_training/0", 0), request_seed(1, 4, "own/1", 0))
+
+
+def test_a_held_out_row_without_a_subset_is_named(make_worker, tmp_path):
+    worker = make_worker([Gate()], eval={"datasets": {"own": {"path": str(tmp_path / "train.jsonl"),
+                                                              "subset_key": "level"}}})
+    with pytest.raises(DataError, match=r"line 1: column 'level' \(subset_key\) is missing"):
+        asyncio.run(worker.prepare(("eval",)))
