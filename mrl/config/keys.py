@@ -93,12 +93,11 @@ def _walk(section: dict, definitions: dict, prefix: str, repeated: bool = False)
             yield from _walk(inner, definitions, f"{dotted}.", repeated)
         elif "patternProperties" in field:
             inner = _definition(*field["patternProperties"].values(), definitions)
-            yield Key(dotted, f"a mapping of names (letters, digits, _), each to {_mapping_text(inner)}", default, about,
-                      repeated=repeated)
+            yield Key(dotted, "a mapping of names (letters, digits, _) to sections", default, about, repeated=repeated)
             yield from _walk(inner, definitions, f"{dotted}.{NAME}.", repeated)
         elif "$ref" in optional:
             inner = _definition(optional, definitions)
-            yield Key(dotted, f"{_mapping_text(inner)}, or null", default, about, repeated=repeated)
+            yield Key(dotted, "a mapping or null", default, about, repeated=repeated)
             yield from _walk(inner, definitions, f"{dotted}.", repeated=True)
         else:
             yield Key(dotted, _type_text(field), default, about, repeated=repeated)

@@ -10,6 +10,7 @@ import pytest
 
 from mrl import check as plans
 from mrl.config.keys import leaf_keys
+from mrl.config.source import read_file
 from mrl.config.load import load_experiment
 from mrl.engine.versions import TESTED
 
@@ -142,8 +143,9 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
-    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl",
-                    f"eval.datasets.heldout.path={folder}/heldout.jsonl", f"rollout.python={folder}/python")
+    heldout = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in read_file(path).data["eval"]["datasets"]]
+    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl", *heldout,
+                    f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
     for first in ("trainer", "rollout", "samples a step", "links"):
         assert row(result.output, first)[1]

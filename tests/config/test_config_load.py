@@ -129,7 +129,7 @@ def test_exponents_are_numbers_and_dates_are_strings(content, write):
 
 def test_override_values_are_yaml_and_the_last_wins(experiment_file):
     exp = load_experiment(experiment_file, [
-        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "eval.datasets={}", "trainer.parallel={pp: 2}",
+        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "model.chat_template=null", "trainer.parallel={pp: 2}",
         "data.system_prompt=", "data.prompt_suffix='x=y'"])
     assert exp.loop.steps == 9
     assert exp.rollout.args == ["--a", "b=c"]

@@ -134,12 +134,13 @@ def test_hub_data_needs_its_library(experiment_file, monkeypatch):
 
 def test_evaluation_looks_at_what_it_uses(experiment_file, folder):
     training_only = ["data.train=gone.jsonl", "trainer.parallel.tp=3", "batch.minibatches=5",
-                     "cluster.trainer_gpus=null", "rollout.sampling.top_k=20", f"eval.datasets.heldout.path={folder}/heldout.jsonl"]
+                     "cluster.trainer_gpus=null", "rollout.sampling.top_k=20",
+                     f"eval.datasets.heldout.path={folder}/heldout.jsonl"]
     assert found(experiment_file, *training_only, preflight=preflight_evaluation) == {}
     problems = found(experiment_file, "rollout.python=nopython-anywhere", "rollout.parallel.tp=2",
                      "reward.kind=custom", preflight=preflight_evaluation)
     assert set(problems) == {"eval.datasets", "rollout.python", "cluster.rollout_gpus", "reward.function"}
-    assert "held-out prompts" in problems["eval.datasets"]
+    assert "held-out data set" in problems["eval.datasets"]
 
 
 def test_evaluation_counts_the_engines_gpus_alone(experiment_file, folder, monkeypatch):
