@@ -32,12 +32,14 @@ def test_hand_values():
     assert majority_at_k([[1, 1, 0]], [[5, 5, 6]], 3, resamples=8000, seed=0)[0] == pytest.approx(20 / 27, abs=0.02)
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_counts_choices(correct, data):
     k = data.draw(st.integers(1, len(correct)))
     assert pass_at_k([correct], k)[0] == pytest.approx(reference.pass_at_k(correct, k), abs=1e-12)
 
 
+@settings(deadline=None)
 @given(SCORES, st.integers(1, 4))
 def test_best_at_k_is_the_mean_over_all_sequences(scores, k):
     assert best_at_k([scores], k)[0] == pytest.approx(reference.best_at_k(scores, k), abs=1e-12)
