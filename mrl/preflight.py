@@ -18,7 +18,8 @@ from typing import Any
 from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
-from mrl.config.schema import Data, Experiment
+from mrl.config.schema import Data, Experiment, Model, SftExperiment
+from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into
 
@@ -52,7 +53,18 @@ def preflight_evaluation(exp: Experiment) -> Findings:
     return problems + check_evaluation(exp, hf_config, count_gpus()), hf_config
 
 
-def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | None]:
+def preflight_sft(exp: SftExperiment) -> Findings:
+    """What keeps `mrl sft` from starting on this machine."""
+    problems, hf_config = read_model_config(exp)
+    problems += [*check_model_files(exp.model), *check_prompts("data.train", exp.data.train, exp.data)]
+    if exp.data.eval is not None:
+        problems += check_prompts("data.eval", exp.data.eval, exp.data)
+    if (out := Path(exp.out)).exists() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(Problem("out", exp.out, "a new or empty directory", "name another, or remove what is there"))
+    return problems + check_sft(exp, hf_config, count_gpus()), hf_config
+
+
+def read_model_config(exp: Experiment | SftExperiment) -> tuple[list[Problem], dict[str, Any] | None]:
     """config.json of `model.path`; for a hub id it is downloaded (into the Hugging Face cache)."""
     directory = Path(exp.model.path)
     try:
@@ -76,16 +88,7 @@ def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
     """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
-    model = Path(exp.model.path)
-    if model.is_dir():
-        if not any(model.glob("*.safetensors")):
-            yield Problem("model.path", exp.model.path, "a model directory with weights (*.safetensors)",
-                          "model directory without weights: convert or download them")
-        if not (model / "tokenizer.json").exists() and not (model / "tokenizer_config.json").exists():
-            yield Problem("model.path", exp.model.path, "a model directory with a tokenizer (tokenizer.json, "
-                          "tokenizer_config.json)", "copy the tokenizer files into it")
-    if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
-        yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
+    yield from check_model_files(exp.model)
     for key, reward in exp.rewards.items():
         file = (reward.function or "").rpartition(":")[0]
         if reward.kind == "custom" and file.endswith(".py") and not Path(file).is_file():
@@ -94,6 +97,20 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
     if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
         yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
                       "make it, or mount the file system that trainers and engines share")
+
+
+def check_model_files(model: Model) -> Iterator[Problem]:
+    """Weights, tokenizer and chat template."""
+    directory = Path(model.path)
+    if directory.is_dir():
+        if not any(directory.glob("*.safetensors")):
+            yield Problem("model.path", model.path, "a model directory with weights (*.safetensors)",
+                          "model directory without weights: convert or download them")
+        if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
+            yield Problem("model.path", model.path, "a model directory with a tokenizer (tokenizer.json, "
+                          "tokenizer_config.json)", "copy the tokenizer files into it")
+    if model.chat_template is not None and not Path(model.chat_template).is_file():
+        yield Problem("model.chat_template", model.chat_template, "an existing file", "no such file")
 
 
 def check_heldout(exp: Experiment) -> Iterator[Problem]:

@@ -7,26 +7,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch.distributed as dist
 
+from mrl.cluster.rank_log import recorded
 from mrl.config.load import load_experiment
 from mrl.platform import get_platform
 
 
 def main(run_dir: Path, attempt: int) -> None:
     rank = int(os.environ["RANK"])
-    log = os.open(run_dir / "logs" / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
+    with recorded(run_dir, rank):
         run_rank(run_dir, rank, attempt)
-    except Exception:
-        with open(run_dir / "logs" / "failure.txt", "a", encoding="utf-8") as file:
-            file.write(f"rank {rank}:\n{traceback.format_exc()}\n")
-        raise
 
 
 def run_rank(run_dir: Path, rank: int, attempt: int) -> None:

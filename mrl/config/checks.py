@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Callable
 
 from mrl.config.errors import Problem
-from mrl.config.schema import Correction, Experiment, TrainerParallel
+from mrl.config.schema import Correction, Experiment, Section, SftExperiment, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -42,7 +42,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
     if hf_config is not None:
-        problems += _check_model(exp, hf_config, _trainer_cuts(exp.trainer.parallel))
+        problems += _check_model(exp, hf_config, trainer_cuts(exp.trainer.parallel))
     return problems
 
 
@@ -61,7 +61,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     return problems
 
 
-def resolved_device(exp: Experiment, visible_gpus: int | None) -> str:
+def resolved_device(exp: Experiment | SftExperiment, visible_gpus: int | None) -> str:
     """"cpu" or "cuda": what `cluster.device: auto` means with this many visible GPUs (None: unknown, taken as cuda)."""
     if exp.cluster.device != "auto":
         return exp.cluster.device
@@ -253,7 +253,7 @@ def _check_reward(exp: Experiment) -> Iterator[Problem]:
                           f"set {key}.kind: custom")
 
 
-def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
+def trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
     """How the trainers cut the model, one parallel size at a time, by the key that gives the size."""
     uneven = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     return {
@@ -276,11 +276,21 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
         yield Problem("model.path", exp.model.path, "a model that can be trained",
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
-        yield from _check_experts(exp, spec)
+        yield from check_experts(exp, spec)
     engine_tp = exp.rollout.parallel.tp
-    found: set[str] = set()
     # Engines cut attention and MLP as Megatron does.
-    for key, cut in {**cuts, "rollout.parallel.tp": lambda size: Layout(tp=size)}.items():
+    yield from check_cuts(exp, spec, {**cuts, "rollout.parallel.tp": lambda size: Layout(tp=size)})
+    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if padded % engine_tp:
+        yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
+                      "use a power of 2")
+    yield from _check_tokens(exp, spec, hf_config)
+
+
+def check_cuts(exp: Section, spec: ModelSpec, cuts: Mapping[str, Cut]) -> Iterator[Problem]:
+    """Whether the model can be cut as the sizes at the keys of `cuts` say."""
+    found: set[str] = set()
+    for key, cut in cuts.items():
         size = attrgetter(key)(exp)
         # A stage whose layers do not divide has chunks whose layers do not.
         reasons = [reason for reason in layout_problems(spec, cut(size)) if "vpp" not in key or reason not in found]
@@ -289,14 +299,10 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
             sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, cut(n))]
             yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
-    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if padded % engine_tp:
-        yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
-                      "use a power of 2")
-    yield from _check_tokens(exp, spec, hf_config)
 
 
-def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
+def check_experts(exp: Experiment | SftExperiment, spec: ModelSpec) -> Iterator[Problem]:
+    """What a mixture of experts wants of the trainers, and what a dense model has no use for."""
     parallel, coef = exp.trainer.parallel, exp.trainer.moe.aux_loss_coef
     if spec.moe and parallel.tp > 1 and not parallel.sequence_parallel:
         yield Problem("trainer.parallel.sequence_parallel", "false", "true with trainer.parallel.tp "

@@ -37,9 +37,9 @@ def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
     return {key.name: key for key in _walk(schema, schema["$defs"], "")}
 
 
-def leaf_keys() -> list[Key]:
+def leaf_keys(kind: type[Section] = Experiment) -> list[Key]:
     """The keys that hold values, in the order of the schema, each kind of section once."""
-    return [key for key in all_keys().values() if not key.section and not key.repeated]
+    return [key for key in all_keys(kind).values() if not key.section and not key.repeated]
 
 
 def find_key(name: str, kind: type[Section]) -> Key | None:

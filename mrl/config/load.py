@@ -39,9 +39,16 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftExperiment:
     return _load(SftExperiment, path, overrides)[0]
 
 
-def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Experiment, dict[str, str]]:
-    """As `load_experiment`, and where each key was given (dotted key -> "file:line" or the override), for `locate`."""
-    return _load(Experiment, path, overrides)
+def load_like(experiment: Kind, path: str | Path) -> Kind:
+    """As `load_experiment`, for a file of the same kind as `experiment`."""
+    return _load(type(experiment), path, ())[0]
+
+
+def load_with_origins(kind: type[Kind], path: str | Path,
+                      overrides: Sequence[str] = ()) -> tuple[Kind, dict[str, str]]:
+    """The file as one of that kind, and where each key was given (dotted key -> "file:line" or the override), for
+    `locate`. Raises as `load_experiment`."""
+    return _load(kind, path, overrides)
 
 
 def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple[Kind, dict[str, str]]:
@@ -61,7 +68,7 @@ def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple
     raise ConfigError(locate(problems, layer.origins))
 
 
-def dump_experiment(experiment: Experiment, path: str | Path) -> None:
+def dump_experiment(experiment: Section, path: str | Path) -> None:
     """Write the resolved experiment, every key included, as a file that `load_experiment` reads back unchanged."""
     text = yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     Path(path).write_text("# The resolved experiment: files, overrides and defaults together.\n" + text,

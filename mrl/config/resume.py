@@ -11,17 +11,17 @@ from typing import Any
 
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys
-from mrl.config.schema import Experiment
+from mrl.config.schema import Section
 
 MAY_DIFFER = (
-    "loop.steps", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*", "sync.*", "trainer.env",
+    "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*", "sync.*", "trainer.env",
     "rollout.python", "rollout.args", "rollout.env", "rollout.host", "rollout.port", "rollout.workers",
     "rollout.max_concurrent_requests", "reward.processes",
 )
 """Patterns of dotted keys: lengths of the run, waits, outputs, and the means by which the same thing is computed."""
 
 
-def resume_problems(stored: Experiment, new: Experiment) -> list[Problem]:
+def resume_problems(stored: Section, new: Section) -> list[Problem]:
     """Every key that differs although the run is to go on as the same one, in the order of the schema.
 
     Args:
@@ -29,7 +29,7 @@ def resume_problems(stored: Experiment, new: Experiment) -> list[Problem]:
         new: the one it is to be resumed with. `cluster.device: auto` differs from nothing: it is decided by machine.
     """
     problems = []
-    for key in (leaf.name for leaf in leaf_keys()):
+    for key in (leaf.name for leaf in leaf_keys(type(new))):
         if any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
             continue
         before, now = _value(stored, key), _value(new, key)
@@ -40,7 +40,7 @@ def resume_problems(stored: Experiment, new: Experiment) -> list[Problem]:
     return problems
 
 
-def _value(experiment: Experiment, key: str) -> Any:
+def _value(experiment: Section, key: str) -> Any:
     return reduce(getattr, key.split("."), experiment)
 
 

@@ -239,9 +239,12 @@ class Checkpoint(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 
-class Log(Section):
+class SftLog(Section):
     dir: str = Field("runs", description="run directories are made under it")
     tensorboard: bool = Field(True, description="also write TensorBoard event files")
+
+
+class Log(SftLog):
     logprob_diff_alarm: PositiveFloat = Field(
         0.2, description="say so when trainer and engine log-probs differ by more than this on average")
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
@@ -254,18 +257,26 @@ class SftData(Data):
 class SftBatch(Section):
     samples_per_step: PositiveInt = Field(description="samples of one optimizer step")
     max_tokens_per_microbatch: PositiveInt = Field(
-        16384, description="tokens one forward/backward holds on one data-parallel replica")
+        16384, description="tokens one forward/backward holds on one data-parallel replica: as many samples are packed "
+                           "into its row as fit")
+
+
+class SftEval(Section):
+    every: NonNegativeInt = Field(
+        0, description="loss on data.eval before step 1, every N steps and after the last; 0: never")
 
 
 class SftCluster(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible")
+    trainer_gpus: PositiveInt = Field(1, description="trainer ranks, one a GPU; on cpu they are processes")
 
 
 class SftExperiment(Section):
-    """One supervised fine-tuning: everything `mrl.sft` needs to know. torchrun decides the number of ranks."""
+    """One supervised fine-tuning: everything `mrl sft` needs to know."""
 
+    name: str = Field("sft", pattern=r"^[A-Za-z0-9._-]+$", description="run directories are named after it")
     seed: NonNegativeInt = Field(1, description="of the samples' order and initialisation")
-    out: str = Field(description="directory to write, as a Hugging Face checkpoint")
+    out: str = Field(description="new directory for the result, a Hugging Face checkpoint")
     steps: PositiveInt = Field(description="optimizer steps, at most")
     stop_below: NonNegativeFloat = Field(
         0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
@@ -273,7 +284,10 @@ class SftExperiment(Section):
     data: SftData
     batch: SftBatch
     trainer: Trainer = Trainer()
+    eval: SftEval = SftEval()
     cluster: SftCluster = SftCluster()
+    checkpoint: Checkpoint = Checkpoint(every=0)
+    log: SftLog = SftLog()
 
 
 class Experiment(Section):

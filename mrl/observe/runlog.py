@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from mrl.config.schema import Eval, Log
+from mrl.config.schema import Eval, Log, SftLog
 from mrl.evaluation.report import flat_metrics, reports
 from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group
@@ -15,12 +15,10 @@ from mrl.stream.report import PushReport
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
 
-    def __init__(self, run_dir: Path, log: Log, steps: int, attempt: int):
+    def __init__(self, run_dir: Path, log: Log | SftLog, steps: int, attempt: int):
         self.run_dir, self.log, self.steps, self.attempt = run_dir, log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
-        self.trajectory_dir = run_dir / "trajectories"
-        self.trajectory_dir.mkdir(exist_ok=True)
         self.board = None
         if log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -81,7 +79,9 @@ class RunLog:
     def trajectories(self, name: str, groups: list[Group]) -> None:
         """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""
         chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
-        with open(self.trajectory_dir / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        folder = self.run_dir / "trajectories"
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,
