@@ -43,7 +43,7 @@ def test_only_the_answer_and_its_end_are_learnt(model, tmp_path):
 
 def test_a_rows_budget_is_filled_and_weights_sum_to_one_over_replicas():
     samples = [{"tokens": torch.zeros(n, dtype=torch.int64), "loss_mask": torch.arange(n) > 0} for n in (3, 5, 2, 6, 4)]
-    shares = [share_of(samples, 2, replica, 10) for replica in (0, 1)]
+    shares = [share_of(samples, 2, replica, 11) for replica in (0, 1)]
     assert [len(share) for share in shares] == [1, 1]
     packed = [sample for share in shares for microbatch in share for sample in microbatch]
     assert sorted(len(sample["tokens"]) for sample in packed) == [2, 3, 4, 5, 6]
