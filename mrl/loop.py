@@ -8,14 +8,14 @@ for training. Only rank 0 talks to the rollout side (`rollouts`, `log`); on ever
 """
 from __future__ import annotations
 
-from mrl.algorithm.grpo import make_loss
 from mrl.cluster.checkpoints import Checkpoints
 from mrl.cluster.gang import Orders, Scatter
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.observe.clock import Clock
+from mrl.learner import Learner
 from mrl.observe.runlog import RunLog
-from mrl.rollout.batch import Batch, check_versions, rollout_metrics, split_batch
+from mrl.rollout.batch import check_versions, rollout_metrics
 from mrl.rollout.service import RolloutService
 from mrl.rollout.types import Group
 from mrl.stream.sync import WeightSync
@@ -27,14 +27,13 @@ class StepLoop:
 
     def __init__(self, experiment: Experiment, trainer: Trainer, sync: WeightSync, orders: Orders, scatter: Scatter,
                  checkpoints: Checkpoints, rollouts: RolloutService | None, log: RunLog | None, attempt: int):
-        self.experiment, self.trainer, self.sync, self.orders, self.scatter = experiment, trainer, sync, orders, scatter
+        self.experiment, self.trainer, self.sync, self.orders = experiment, trainer, sync, orders
         self.checkpoints, self.rollouts, self.log, self.attempt = checkpoints, rollouts, log, attempt
         self.overlap = experiment.loop.mode == "one_step_overlap"
         self.steps, self.step = experiment.loop.steps, 0
         self.groups: list[Group] = []  # the collected, untrained batch, whole; on rank 0
-        self.batch: Batch | None = None  # this replica's share of it
-        self.loss = make_loss(experiment.algorithm)
         self.clock = Clock()
+        self.learner = Learner(experiment, trainer, scatter, self.clock)
 
     @property
     def version(self) -> Version:
@@ -42,7 +41,7 @@ class StepLoop:
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from step 0, to `loop.steps`."""
-        self.step, self.groups, has_batch = self.checkpoints.restore(self.trainer, self.rollouts)
+        self.step, self.groups, has_batch = self.checkpoints.restore(self.trainer, self.learner, self.rollouts)
         self.push()
         self.ask_evaluation()
         if has_batch:
@@ -63,7 +62,7 @@ class StepLoop:
             self.push()
             if self.checkpoints.due(self.step):
                 with self.clock("checkpoint"):
-                    self.checkpoints.save(self.step, self.trainer, self.rollouts, self.groups)
+                    self.checkpoints.save(self.step, self.trainer, self.learner, self.rollouts, self.groups)
             self.ask_evaluation()
             self.ask(self.step + self.overlap)
             if not self.overlap and not last:
@@ -72,22 +71,10 @@ class StepLoop:
         self.wait()  # for the last evaluation
 
     def train(self) -> dict[str, float]:
-        """Train on the collected batch: `epochs` passes over `minibatches` optimizer steps. Returns its metrics."""
-        algorithm, shape, batch = self.experiment.algorithm, self.experiment.batch, self.batch
+        """Train on the collected batch. Returns its metrics."""
         metrics = rollout_metrics(self.groups, self.version) if self.rollouts else {}
-        if algorithm.old_log_prob == "recompute" and shape.minibatches * shape.epochs > 1:
-            with self.clock("old_log_prob"):
-                batch.add_field("old_log_prob", self.trainer.log_probs(batch.microbatches))
-        if algorithm.kl.coef > 0:
-            with self.clock("ref_log_prob"), self.trainer.use_reference():
-                batch.add_field("ref_log_prob", self.trainer.log_probs(batch.microbatches))
-        with self.clock("update_actor"):
-            updates = [self.trainer.train(microbatches, self.loss)
-                       for _ in range(shape.epochs) for microbatches in batch.minibatches]
-        self.groups, self.batch = [], None
-        for name in updates[0]:
-            metrics[f"actor/{name}"] = sum(update[name] for update in updates) / len(updates)
-        metrics["rollout/logprob_diff"] = updates[0]["logprob_diff"]  # later minibatches differ by design
+        metrics |= self.learner.train(self.step)
+        self.groups = []
         return metrics
 
     def push(self, engines: list[int] | None = None) -> None:
@@ -127,12 +114,10 @@ class StepLoop:
             self.log.evaluation(evaluated, self.experiment.eval, self.experiment.seed)
 
     def share(self, lag: int) -> None:
-        shares = None
         if self.rollouts:
             check_versions(self.groups, self.version, lag)
             self.log.trajectories(f"step_{self.step:06d}", self.groups)
-            shares = split_batch(self.groups, self.experiment, self.trainer.layout.replicas)
-        self.batch = self.scatter(shares)
+        self.learner.receive(self.groups if self.rollouts else None)
 
     def report(self, metrics: dict[str, float]) -> None:
         timings = {f"timing/{name}": seconds for name, seconds in self.clock.lap().items()}

@@ -1,9 +1,11 @@
 """Which checkpoints a run has, and what goes into one: the trainer's state and rank 0's side of the rollouts.
 
-    checkpoints/step_000040/   trainer files (mrl/trainer/checkpoint.py), rollouts.pkl, and batch.pkl if one was waiting
+    checkpoints/step_000040/   trainer files (mrl/trainer/checkpoint.py), learner.json, rollouts.pkl, and batch.pkl if one
+                               was waiting
 """
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -14,6 +16,7 @@ from mrl.rollout.types import Group
 from mrl.trainer.files import checkpoint_dir, saved_steps
 
 if TYPE_CHECKING:  # the launcher, which asks for saved steps, needs no Megatron
+    from mrl.learner import Learner
     from mrl.rollout.service import RolloutService
     from mrl.trainer.trainer import Trainer
 
@@ -28,10 +31,12 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         return step == self.steps or bool(self.config.every) and step % self.config.every == 0
 
-    def save(self, step: int, trainer: Trainer, rollouts: RolloutService | None, groups: list[Group]) -> None:
+    def save(self, step: int, trainer: Trainer, learner: Learner, rollouts: RolloutService | None,
+             groups: list[Group]) -> None:
         """Write checkpoint `step`, with the collected, untrained `groups` (on rank 0), and drop the oldest."""
         extra = {}
         if rollouts:
+            extra["learner.json"] = json.dumps(learner.state()).encode()
             extra["rollouts.pkl"] = pickle.dumps(rollouts.state())
             if groups:
                 extra["batch.pkl"] = pickle.dumps(groups)
@@ -40,7 +45,8 @@ class Checkpoints:
             for old in saved_steps(self.run_dir)[:-self.config.keep]:
                 shutil.rmtree(checkpoint_dir(self.run_dir, old))
 
-    def restore(self, trainer: Trainer, rollouts: RolloutService | None) -> tuple[int, list[Group], bool]:
+    def restore(self, trainer: Trainer, learner: Learner,
+                rollouts: RolloutService | None) -> tuple[int, list[Group], bool]:
         """Load the newest checkpoint: its step, its collected batch (on rank 0), and whether it has one (on all ranks).
 
         (0, [], False) when there is no checkpoint.
@@ -50,6 +56,7 @@ class Checkpoints:
             return 0, [], False
         directory = checkpoint_dir(self.run_dir, steps[-1])
         trainer.load(directory)
+        learner.restore(json.loads((directory / "learner.json").read_text()))
         batch, groups = directory / "batch.pkl", []
         if rollouts:
             rollouts.restore(pickle.loads((directory / "rollouts.pkl").read_bytes()))

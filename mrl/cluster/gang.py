@@ -80,3 +80,11 @@ class Scatter:
             dist.scatter_object_list(out, shares, src=0, group=self.leader_group)
         dist.broadcast_object_list(out, src=self.leader, group=self.replica_group)
         return out[0]
+
+    def gather(self, part: Any) -> list | None:
+        """The reverse: what each replica gives, the same picklable object on all its ranks, as a list on rank 0."""
+        if self.rank not in self.leaders:
+            return None
+        parts: list[Any] | None = [None] * len(self.leaders) if self.rank == 0 else None
+        dist.gather_object(part, parts, dst=0, group=self.leader_group)
+        return parts

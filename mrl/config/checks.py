@@ -9,8 +9,10 @@ from math import lcm
 from operator import attrgetter
 from typing import Any, Callable
 
+from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
-from mrl.config.schema import Correction, Experiment, Section, SftExperiment, TrainerParallel
+from mrl.config.schema import Experiment, SftExperiment, TrainerParallel
+from mrl.config.section import Section
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -35,7 +37,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     """
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
-                *_check_sampling(exp), *_check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
+                *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
                 *_check_reward(exp)]
     if exp.eval.every and not exp.eval.datasets:
@@ -155,28 +157,6 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.sampling.top_p", str(sampling.top_p), f"1.0: {why}", "remove the key")
     if sampling.top_k not in (-1, 0):
         yield Problem("rollout.sampling.top_k", str(sampling.top_k), f"-1 (all tokens): {why}", "remove the key")
-
-
-def _check_algorithm(exp: Experiment) -> Iterator[Problem]:
-    algorithm = exp.algorithm
-    if algorithm.name == "grpo" and exp.batch.samples_per_prompt < 2:
-        yield Problem("batch.samples_per_prompt", str(exp.batch.samples_per_prompt),
-                      "at least 2 with algorithm.name grpo: the advantage of a group of one is always 0",
-                      "use 8 or more")
-    if (algorithm.old_log_prob == "recompute" and exp.loop.mode == "one_step_overlap"
-            and algorithm.correction.kind == "none"):
-        yield Problem("algorithm.correction.kind", "none",
-                      "truncated, with algorithm.old_log_prob recompute and loop.mode one_step_overlap: recomputing "
-                      "hides that the samples are one version old",
-                      "set algorithm.correction.kind: truncated, or algorithm.old_log_prob: rollout")
-    if algorithm.old_log_prob == "rollout" and algorithm.correction.cap != Correction().cap:
-        yield Problem("algorithm.correction.cap", str(algorithm.correction.cap),
-                      "nothing with algorithm.old_log_prob rollout: the clipped ratio itself is trainer/rollout then, "
-                      "and no correction is applied",
-                      "remove the key, or set algorithm.old_log_prob: recompute")
-    if algorithm.clip.low > 1:
-        yield Problem("algorithm.clip.low", str(algorithm.clip.low), "at most 1: the ratio is never negative",
-                      "use 0.2")
 
 
 def _check_optimizer(exp: Experiment) -> Iterator[Problem]:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
+from pydantic import Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
 
+from mrl.config.algorithm import Algorithm
+from mrl.config.section import Fraction, Section
 from mrl.reshard.layout import Layout
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 DatasetName = Annotated[str, Field(pattern=r"^\w+$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -47,37 +44,6 @@ class Reward(Section):
     function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
     timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
     processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
-
-
-class Clip(Section):
-    low: PositiveFloat = Field(0.2, description="lower bound of the ratio is 1 - low")
-    high: PositiveFloat = Field(0.2, description="upper bound of the ratio is 1 + high (DAPO: 0.28)")
-
-
-class Kl(Section):
-    coef: NonNegativeFloat = Field(0.0, description="weight of KL(actor || reference) in the loss; 0: no reference")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator (Schulman 2020)")
-
-
-class Correction(Section):
-    kind: Literal["none", "truncated"] = Field(
-        "truncated", description="with old_log_prob recompute (no effect otherwise): importance weight trainer/rollout "
-                                 "for the engine's numerical mismatch and staleness")
-    cap: PositiveFloat = Field(2.0, description="upper truncation of that weight")
-
-
-class Algorithm(Section):
-    name: Literal["grpo"] = Field("grpo", description="how advantages are made from the rewards of a group")
-    normalize_by_std: bool = Field(
-        True, description="divide group advantages by the group's unbiased std (false: Dr.GRPO)")
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="how per-token losses become one number")
-    old_log_prob: Literal["rollout", "recompute"] = Field(
-        "rollout", description="proximal log-probs: the engine's, or recomputed before the first minibatch")
-    clip: Clip = Clip()
-    kl: Kl = Kl()
-    correction: Correction = Correction()
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
 
 
 class Batch(Section):

@@ -1,18 +1,21 @@
-"""From groups to what the trainer eats: advantages, token weights, minibatches, microbatches. Pure, rank 0 only."""
+"""From groups to what the trainer eats: token weights, minibatches, microbatches, and who gets them. Pure."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from mrl.algorithm.advantages import group_advantages
+from mrl.algorithm.advantages import Scored
 from mrl.algorithm.weights import token_weights
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
-from mrl.rollout.types import Group
+from mrl.rollout.types import Group, Trajectory
 from mrl.trainer.microbatch import Sample, assign
 
 Microbatch = list[Sample]
+T = TypeVar("T")
 
 
 @dataclass
@@ -23,9 +26,12 @@ class Batch:
 
     def add_field(self, name: str, values: list[torch.Tensor]) -> None:
         """Give every sample the per-token field `name`; `values` in the order of `microbatches`."""
-        samples = (sample for microbatch in self.microbatches for sample in microbatch)
-        for sample, value in zip(samples, values, strict=True):
+        for sample, value in zip(self.samples, values, strict=True):
             sample[name] = value
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for microbatch in self.microbatches for sample in microbatch]
 
     @property
     def microbatches(self) -> list[Microbatch]:
@@ -45,45 +51,72 @@ def check_versions(groups: list[Group], current: Version, lag: int) -> None:
                 f"{current}: it is {age} steps old where {lag} is promised")
 
 
-def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> list[Batch]:
-    """One Batch a data-parallel replica.
+@dataclass
+class Split:
+    """A batch dealt out to data-parallel replicas, as rank 0 sees it."""
 
-    A minibatch holds whole groups; its token weights sum to 1 over all replicas, so that no later split of it into
+    shares: list[Batch]
+    """One a replica."""
+    scored: list[Scored]
+    """What advantages depend on, of every sample, in the order of group ids."""
+    places: list[list[int]]
+    """By replica, for each sample in the order of its microbatches: its index in `scored`."""
+
+    def deal(self, values: Sequence[T]) -> list[list[T]]:
+        """One value a sample, in the order of `scored` -> by replica, in the order of its microbatches."""
+        return [[values[index] for index in places] for places in self.places]
+
+    def collect(self, parts: Sequence[Sequence[T]]) -> list[T]:
+        """The reverse of `deal`."""
+        found = {index: value for places, part in zip(self.places, parts, strict=True)
+                 for index, value in zip(places, part, strict=True)}
+        return [found[index] for index in range(len(self.scored))]
+
+
+def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> Split:
+    """Samples with their token weights, cut into minibatches and microbatches, and dealt out to replicas.
+
+    A minibatch holds whole groups; its token weights are made over all replicas, so that no later split of it into
     microbatches can change the gradient. ValueError when the groups do not divide into minibatches.
     """
-    batch, algorithm = experiment.batch, experiment.algorithm
+    batch = experiment.batch
     if len(groups) % batch.minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into batch.minibatches = {batch.minibatches}")
     groups = sorted(groups, key=lambda group: group.request.group_id)
-    trajectories = [t for group in groups for t in group.trajectories]
-    ids = torch.tensor([group.request.group_id for group in groups for _ in group.trajectories])
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-    advantages = group_advantages(rewards, ids, algorithm.normalize_by_std)
-
-    samples = [_sample(t, float(a)) for t, a in zip(trajectories, advantages)]
+    samples = [_sample(t) for group in groups for t in group.trajectories]
+    scored = [Scored(group.request.group_id, t.reward, mask=torch.from_numpy(t.loss_mask.copy()),
+                     baseline=group.baseline_reward) for group in groups for t in group.trajectories]
     size = len(groups) // batch.minibatches
     minibatch_of = [position // size for position, group in enumerate(groups) for _ in group.trajectories]
-    weights = token_weights([s["loss_mask"] for s in samples], algorithm.aggregation, minibatch_of)
-    for sample, weight in zip(samples, weights):
-        sample["token_weight"] = weight
+    _weigh(samples, minibatch_of, [s.group for s in scored], experiment)
 
-    shares = [Batch([]) for _ in range(replicas)]
+    split = Split([Batch([]) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
     for minibatch in range(batch.minibatches):
-        members = [sample for sample, own in zip(samples, minibatch_of) if own == minibatch]
-        lengths = [len(sample["tokens"]) for sample in members]
-        for share, microbatches in zip(shares, assign(lengths, replicas, batch.max_tokens_per_microbatch)):
-            share.minibatches.append([[members[i] for i in indices] for indices in microbatches])
-    return shares
+        members = [index for index, own in enumerate(minibatch_of) if own == minibatch]
+        lengths = [len(samples[index]["tokens"]) for index in members]
+        dealt = assign(lengths, replicas, batch.max_tokens_per_microbatch)
+        for share, places, microbatches in zip(split.shares, split.places, dealt):
+            share.minibatches.append([[samples[members[i]] for i in indices] for indices in microbatches])
+            places += [members[i] for indices in microbatches for i in indices]
+    return split
 
 
-def _sample(trajectory, advantage: float) -> Sample:
-    mask = torch.from_numpy(trajectory.loss_mask.copy())
+def _sample(trajectory: Trajectory) -> Sample:
     return {
         "tokens": torch.from_numpy(trajectory.tokens.copy()),
-        "loss_mask": mask,
+        "loss_mask": torch.from_numpy(trajectory.loss_mask.copy()),
         "rollout_log_prob": torch.from_numpy(trajectory.rollout_log_prob.copy()),
-        "advantage": mask.float() * advantage,
     }
+
+
+def _weigh(samples: list[Sample], minibatch_of: list[int], group_of: list[int], experiment: Experiment) -> None:
+    """Add the field token_weight, by which losses are summed, and mean_weight, by which metrics are averaged."""
+    masks, algorithm = [sample["loss_mask"] for sample in samples], experiment.algorithm
+    constant = algorithm.constant_tokens or experiment.rollout.sampling.max_response_tokens
+    weights = token_weights(masks, algorithm.aggregation, minibatch_of, group_of, constant)
+    shares = token_weights(masks, "token_mean", minibatch_of)
+    for sample, weight, share in zip(samples, weights, shares):
+        sample["token_weight"], sample["mean_weight"] = weight, share
 
 
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:

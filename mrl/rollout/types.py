@@ -55,6 +55,7 @@ class Group:
     """All samples of one prompt, every one of them sampled from the same weight version.
 
     regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
+    baseline: the greedy sample that ReMax compares with; it is not trained on.
     started, finished: wall clock, seconds since the epoch. subset: the subset of its data set that it belongs to.
     """
 
@@ -63,9 +64,15 @@ class Group:
     answer: str
     trajectories: list[Trajectory] = field(default_factory=list)
     regenerated: bool = False
+    baseline: Trajectory | None = None
     started: float = 0.0
     finished: float = 0.0
     subset: str = ""
+
+    @property
+    def baseline_reward(self) -> float | None:
+        """The greedy sample's reward; None: there is none."""
+        return self.baseline and self.baseline.reward
 
     @property
     def version(self) -> Version:

@@ -5,6 +5,7 @@ A directory holds
     weights_tp{t}_pp{p}.safetensors         Megatron names, written by data-parallel rank 0
     experts_ep{e}_etp{t}_pp{p}.safetensors  the experts of a mixture, written by the first rank that holds them
     state_rank{r}.pt                        this rank's shard of moments and fp32 masters, and its random state
+    reference/                              the two kinds of weights again, where the reference has moved
 It appears whole or not at all. All ranks must see the same file system.
 """
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from mrl.reshard import is_expert
 from mrl.trainer.export import export_checkpoint
-from mrl.trainer.files import META, experts_file, read_meta, state_file, weights_file
+from mrl.trainer.files import META, REFERENCE, experts_file, read_meta, state_file, weights_file
 
 if TYPE_CHECKING:
     from mrl.trainer.trainer import Trainer
@@ -34,6 +35,8 @@ def save(trainer: Trainer, directory: Path, extra: Mapping[str, bytes]) -> None:
     """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
     partial = directory.with_name(directory.name + ".tmp")
     _write_weights(trainer, partial)
+    if reference := trainer.moved_reference():
+        _write_shards(trainer, reference, partial / REFERENCE)
     torch.save(_rank_state(trainer), partial / state_file(dist.get_rank()))
     for name, content in extra.items():
         (partial / name).write_bytes(content)
@@ -66,14 +69,9 @@ def load(trainer: Trainer, directory: Path) -> None:
     if layout != trainer.layout:
         raise ValueError(f"{directory} was written with {layout}, this run has {trainer.layout}; "
                          "resume with the same trainer.parallel and number of trainer ranks, or start from an export")
-    params = trainer.local_params()
-    weights = load_file(directory / weights_file(trainer.coord))
-    if trainer.spec.moe:
-        weights |= load_file(directory / experts_file(trainer.layout, trainer.coord))
-    _check(params, weights, directory)
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(weights[name])
+    _read_shards(trainer, trainer.local_params(), directory)
+    if reference := trainer.moved_reference():
+        _read_shards(trainer, reference, directory / REFERENCE)
     state = torch.load(directory / state_file(dist.get_rank()), map_location="cpu", weights_only=True)
     for optimizer, saved in zip(trainer.optimizer.inner, state["optimizers"], strict=True):
         _load_optimizer(optimizer, saved)
@@ -88,7 +86,12 @@ def _write_weights(trainer: Trainer, directory: Path) -> None:
         directory.mkdir(parents=True)
         (directory / META).write_text(json.dumps(_meta(trainer), indent=2) + "\n", encoding="utf-8")
     dist.barrier()
-    params = trainer.local_params()
+    _write_shards(trainer, trainer.local_params(), directory)
+
+
+def _write_shards(trainer: Trainer, params: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """What this rank is to write of tensors that are laid out as the trainer's parameters. Collective."""
+    directory.mkdir(exist_ok=True)
     if trainer.coord.dp == 0:
         _save({name: param for name, param in params.items() if not is_expert(name)},
               directory / weights_file(trainer.coord))
@@ -96,6 +99,17 @@ def _write_weights(trainer: Trainer, directory: Path) -> None:
         _save({name: param for name, param in params.items() if is_expert(name)},
               directory / experts_file(trainer.layout, trainer.coord))
     dist.barrier()
+
+
+@torch.no_grad()
+def _read_shards(trainer: Trainer, params: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill `params` with what `_write_shards` wrote of them."""
+    weights = load_file(directory / weights_file(trainer.coord))
+    if trainer.spec.moe:
+        weights |= load_file(directory / experts_file(trainer.layout, trainer.coord))
+    _check(params, weights, directory)
+    for name, param in params.items():
+        param.copy_(weights[name])
 
 
 def _save(params: Mapping[str, torch.Tensor], file: Path) -> None:
@@ -163,7 +177,7 @@ def _set_rng_state(trainer: Trainer, state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tensor_parallel"])
 
 
-def _check(params: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], directory: Path) -> None:
+def _check(params: Mapping[str, torch.Tensor], weights: dict[str, torch.Tensor], directory: Path) -> None:
     """Same names, shapes and dtypes."""
     expected, found = ({name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
                        for tensors in (params, weights))

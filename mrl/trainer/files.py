@@ -10,6 +10,8 @@ from mrl.config.load import is_hub_id
 from mrl.reshard import Coord, Layout
 
 META = "meta.json"
+REFERENCE = "reference"
+"""Name of the folder with the reference's weights in a checkpoint."""
 
 
 def model_directory(path: str) -> Path:

@@ -80,7 +80,7 @@ class Packed:
     places: torch.Tensor
     """int64 [N]: where each real token is in the row."""
     fields: Sample
-    """Every field of the samples, concatenated: [N]."""
+    """Every field of the samples, concatenated: [N]. And "sequence", int64: which of the samples a token is of."""
     lengths: list[int]
     """Tokens of each sample, without the padding."""
     longest: int
@@ -124,6 +124,7 @@ def pack(samples: Sequence[Sample], multiple_of: int = 1, cp: int = 1) -> Packed
     fields = {name: torch.cat([sample[name] for sample in samples]) if samples else torch.zeros(0, dtype=torch.int64)
               for name in names}
     places = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, [*lengths, 0])])
+    fields["sequence"] = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return Packed(
         tokens=torch.zeros(sum(spans), dtype=torch.int64).index_copy_(0, places, fields["tokens"]),
         position_ids=torch.cat([torch.arange(span) for span in spans]),

@@ -74,7 +74,9 @@ class Trainer:
         self.chunks = [wrap_data_parallel(model, self.config) for model in models]
         self.config.finalize_model_grads_func = _sum_gradients
         self.optimizer = GuardedOptimizer(self.chunks, experiment.trainer.optimizer, self.dtype, total_steps)
-        self._reference = Reference(self._params, platform) if rl and experiment.algorithm.kl.coef > 0 else None
+        kl = experiment.algorithm.kl if rl else None
+        self._reference = Reference(self._params, platform) if kl and kl.coef > 0 else None
+        self._reference_moves = bool(kl and kl.reference_every)
 
     @property
     def layout(self) -> Layout:
@@ -155,14 +157,26 @@ class Trainer:
         return list(flat.cpu().split(lengths))
 
     def use_reference(self) -> AbstractContextManager[None]:
-        """Within the block the parameters are the initial ones of `model.path`, whatever was trained or loaded since.
+        """Within the block the parameters are the reference's, whatever was trained or loaded since: the initial ones
+        of `model.path`, or those of the last `update_reference`.
 
         Raises:
             RuntimeError: algorithm.kl.coef is 0, so none were kept.
         """
+        return self._kept_reference().swapped_in()
+
+    def update_reference(self) -> None:
+        """Make the reference what the actor is now. RuntimeError as for `use_reference`."""
+        self._kept_reference().update()
+
+    def moved_reference(self) -> dict[str, torch.Tensor]:
+        """The reference's parameters of this rank, in host memory, where they do not stay those of `model.path`."""
+        return self._kept_reference().params if self._reference_moves else {}
+
+    def _kept_reference(self) -> Reference:
         if self._reference is None:
             raise RuntimeError("no reference parameters are kept because algorithm.kl.coef is 0; set it above 0")
-        return self._reference.swapped_in()
+        return self._reference
 
     def save(self, directory: str | Path, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Write weights, optimizer, schedule and random state to `directory`, all or nothing.

@@ -50,7 +50,9 @@ def check_scatter(rank: int) -> None:
     scatter = gang.Scatter(layout, rank)
     for turn in range(2):
         shares = [f"replica {d} turn {turn}" for d in range(2)] if rank == 0 else None
-        assert scatter(shares) == f"replica {layout.coord(rank).dp} turn {turn}"
+        share = f"replica {layout.coord(rank).dp} turn {turn}"
+        assert scatter(shares) == share
+        assert scatter.gather(share) == shares
 
 
 if __name__ == "__main__":

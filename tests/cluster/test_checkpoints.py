@@ -22,6 +22,17 @@ class Trainer:
         self.loaded = directory
 
 
+class Learner:
+    def __init__(self, kl_coef=0.0):
+        self.kl_coef = kl_coef
+
+    def state(self):
+        return {"kl_coef": self.kl_coef}
+
+    def restore(self, state):
+        self.kl_coef = state["kl_coef"]
+
+
 class Rollouts:
     def __init__(self, position=0):
         self.position = position
@@ -42,12 +53,12 @@ def test_due_every_so_often_and_after_the_last_step(tmp_path, every, due):
 def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
     checkpoints = Checkpoints(tmp_path, Checkpoint(every=1, keep=2), steps=9)
     for step in (1, 2, 10):
-        checkpoints.save(step, Trainer(), Rollouts(step * 8), [group(step, [1, 0])] if step > 1 else [])
+        checkpoints.save(step, Trainer(), Learner(0.01 * step), Rollouts(step * 8), [group(step, [1, 0])] if step > 1 else [])
     (tmp_path / "checkpoints" / "step_000011.tmp").mkdir()  # what a killed save leaves
     assert saved_steps(tmp_path) == [2, 10]
-    trainer, rollouts = Trainer(), Rollouts()
-    step, groups, has_batch = checkpoints.restore(trainer, rollouts)
-    assert (step, has_batch, rollouts.position) == (10, True, 80)
+    trainer, learner, rollouts = Trainer(), Learner(), Rollouts()
+    step, groups, has_batch = checkpoints.restore(trainer, learner, rollouts)
+    assert (step, has_batch, rollouts.position, learner.kl_coef) == (10, True, 80, 0.1)
     assert trainer.loaded == checkpoint_dir(tmp_path, 10)
     assert [g.request.group_id for g in groups] == [10]
     assert groups[0].trajectories[0].tokens.tolist() == group(10, [1]).trajectories[0].tokens.tolist()
@@ -55,8 +66,10 @@ def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
 
 def test_ranks_without_rollouts_know_whether_a_batch_waits(tmp_path):
     checkpoints = Checkpoints(tmp_path, Checkpoint(), steps=9)
-    assert checkpoints.restore(Trainer(), None) == (0, [], False)
-    checkpoints.save(4, Trainer(), Rollouts(), [])
-    assert checkpoints.restore(Trainer(), None) == (4, [], False)
-    checkpoints.save(5, Trainer(), Rollouts(), [group(0, [1])])
-    assert checkpoints.restore(Trainer(), None) == (5, [], True)
+    assert checkpoints.restore(Trainer(), Learner(), None) == (0, [], False)
+    checkpoints.save(4, Trainer(), Learner(0.5), Rollouts(), [])
+    learner = Learner()
+    assert checkpoints.restore(Trainer(), learner, None) == (4, [], False)
+    assert learner.kl_coef == 0.5
+    checkpoints.save(5, Trainer(), Learner(), Rollouts(), [group(0, [1])])
+    assert checkpoints.restore(Trainer(), Learner(), None) == (5, [], True)

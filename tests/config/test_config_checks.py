@@ -194,8 +194,31 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["rollout.sampling.top_p=0.95"], "rollout.sampling.top_p", "full distribution"),
     (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
     (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
-    (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncated"),
-    (["algorithm.correction.cap=3.0"], "algorithm.correction.cap", "algorithm.old_log_prob: recompute"),
+    (["algorithm.old_log_prob=recompute", "algorithm.correction.kind=none"], "algorithm.correction.kind", "truncate"),
+    (["algorithm.correction.cap=3.0"], "algorithm.correction.cap", "change algorithm.old_log_prob"),
+    (["algorithm.old_log_prob=recompute", "algorithm.correction.floor=2.0"], "algorithm.correction.floor",
+     "correction.cap (2.0)"),
+    (["algorithm.name=rloo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt", "algorithm.name rloo"),
+    (["algorithm.name=pass_at_k", "algorithm.std=biased", "batch.samples_per_prompt=4"], "algorithm.pass_k", "smaller"),
+    (["algorithm.name=pass_at_k"], "algorithm.std", "set algorithm.std: biased"),
+    (["algorithm.name=rloo", "algorithm.std=biased"], "algorithm.std", "algorithm.name rloo"),
+    (["algorithm.pass_k=2"], "algorithm.pass_k", "algorithm.name grpo"),
+    (["algorithm.gae.lam=0.9"], "algorithm.gae.lam", "algorithm.name grpo"),
+    (["algorithm.policy_loss=reinforce"], "algorithm.old_log_prob", "set algorithm.old_log_prob: recompute"),
+    (["algorithm.policy_loss=reinforce", "batch.epochs=2"], "batch.epochs", "algorithm.policy_loss: ppo"),
+    (["algorithm.policy_loss=reinforce", "batch.minibatches=2"], "batch.minibatches", "algorithm.policy_loss: ppo"),
+    (["algorithm.policy_loss=reinforce", "algorithm.clip.high=0.3"], "algorithm.clip.high", "it has no ratio"),
+    (["algorithm.policy_loss=cispo", "algorithm.clip.dual=3.0"], "algorithm.clip.dual", "always bounded"),
+    (["algorithm.clip.dual=1.2"], "algorithm.clip.dual", "1.2): it bounds"),
+    (["algorithm.constant_tokens=100"], "algorithm.constant_tokens", "algorithm.aggregation token_mean"),
+    (["algorithm.kl={coef: 0.1, estimator: k1}"], "algorithm.kl.estimator", "averages to 0"),
+    (["algorithm.kl={coef: 0.1, straight_through: true, place: reward}"], "algorithm.kl.straight_through",
+     "no gradient"),
+    (["algorithm.kl={coef: 0.1, straight_through: true, estimator: k2}"], "algorithm.kl.straight_through", "by itself"),
+    (["algorithm.kl.target=0.1"], "algorithm.kl.target", "adapting multiplies it"),
+    (["algorithm.kl={coef: 0.1, horizon: 100}"], "algorithm.kl.horizon", "coef is fixed"),
+    (["algorithm.kl.reference_every=10"], "algorithm.kl.reference_every", "no reference"),
+    (["algorithm.kl.place=reward"], "algorithm.kl.place", "no reference"),
     (["rollout.args=[--seed-oss, --dtype=half]"], "rollout.args.1", "it comes from model.dtype"),
     (["rollout.args=[-tp, '2']"], "rollout.args.0", "it comes from rollout.parallel.tp"),
     (["rollout.args=['--max_model_len', '64']"], "rollout.args.0", "--max-model-len is mrl's own"),
@@ -223,8 +246,22 @@ def test_recompute_without_correction_is_fine_on_fresh_samples(experiment_file, 
 
 
 def test_correction_as_a_resolved_file_spells_it_out_is_fine(experiment_file, hf_config):
-    assert found(experiment_file, hf_config, "algorithm.correction={kind: truncated, cap: 2.0}") == {}
+    assert found(experiment_file, hf_config, "algorithm.correction={kind: truncate, cap: 2.0}") == {}
     assert found(experiment_file, hf_config, "algorithm.correction.cap=3.0", "algorithm.old_log_prob=recompute") == {}
+
+
+@pytest.mark.parametrize("algorithm", [
+    "{name: grpo, std: none, aggregation: constant, constant_tokens: 100}",
+    "{name: pass_at_k, std: biased, pass_k: 2}",
+    "{name: reinforce_plus_plus, kl: {coef: 0.01, estimator: k1, place: reward, target: 0.1, horizon: 100}}",
+    "{name: reinforce_plus_plus_baseline, kl: {coef: 0.01, estimator: k1, straight_through: true}}",
+    "{name: rloo, policy_loss: gspo, clip: {low: 3e-4, high: 4e-4, dual: 3.0}, aggregation: sequence_mean}",
+    "{name: grpo, policy_loss: cispo, clip: {low: 1.0, high: 2.0}, whiten: true}",
+    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, floor: 0.5, cap: 5.0}}",
+    "{kl: {coef: 0.01, estimator: k2, reference_every: 100}}",
+])
+def test_algorithms_that_work(experiment_file, hf_config, algorithm):
+    assert found(experiment_file, hf_config, f"algorithm={algorithm}") == {}
 
 
 def test_sharing_gpus_needs_a_share(experiment_file, hf_config):

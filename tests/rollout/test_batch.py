@@ -4,23 +4,46 @@ import torch
 from mrl.engine.api import Version
 from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
 from tests.rollout.experiments import experiment
-from tests.rollout.groups import group
+from tests.rollout.groups import group, trajectory
 
 
-def test_advantages_follow_group_ids_and_weights_sum_to_one_over_replicas():
-    groups = [group(4, [1, 0], [1, 3]), group(2, [1, 0, 0, 0], [2, 2, 2, 2])]
-    shares = split_batch(groups, experiment(), replicas=2)
-    samples = [s for share in shares for microbatch in share.microbatches for s in microbatch]
-    assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0, abs=1e-6)
-    advantages = sorted(round(float(s["advantage"][-1]), 4) for s in samples)
-    assert advantages == [-0.7071, -0.5, -0.5, -0.5, 0.7071, 1.5]
-    assert all(torch.equal(s["advantage"] != 0, s["loss_mask"]) for s in samples)
+def members(shares):
+    return [sample for share in shares for sample in share.samples]
+
+
+def test_what_is_scored_and_weights_that_sum_to_one_over_replicas():
+    groups = [group(4, [1, 0], [1, 3]), group(2, [1, 0, 0.5, 0], [2, 2, 2, 2])]
+    groups[1].baseline = trajectory(reward=0.25)
+    split = split_batch(groups, experiment(), replicas=2)
+    assert sum(float(s["token_weight"].sum()) for s in members(split.shares)) == pytest.approx(1.0, abs=1e-6)
+    assert [(s.group, s.reward, s.baseline) for s in split.scored] == [
+        (2, 1, 0.25), (2, 0, 0.25), (2, 0.5, 0.25), (2, 0, 0.25), (4, 1, None), (4, 0, None)]
+    assert [int(s.mask.sum()) for s in split.scored] == [2, 2, 2, 2, 1, 3]
+
+
+def test_values_find_their_samples_and_come_back():
+    groups = [group(i, [1, 0, 1], [1 + i, 9 - i, 4]) for i in range(4)]
+    split = split_batch(groups, experiment(batch={"minibatches": 2, "max_tokens_per_microbatch": 16}), replicas=3)
+    dealt = split.deal([len(s.mask) for s in split.scored])
+    assert [[len(s["tokens"]) for s in share.samples] for share in split.shares] == dealt
+    names = [str(index) for index in range(12)]
+    assert split.collect(split.deal(names)) == names
+    assert all(len(part) for part in dealt)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_mean_token_sum", "constant", "prompt_mean"])
+def test_metrics_are_means_over_tokens_however_losses_are_summed(aggregation):
+    shares = split_batch([group(0, [1, 0], [1, 3])], experiment(algorithm={"aggregation": aggregation}), 1).shares
+    means = [s["mean_weight"][s["loss_mask"]].tolist() for s in members(shares)]
+    assert sorted(means, key=len) == [[0.25], [0.25] * 3]
+    totals = {"sequence_mean": 1, "prompt_mean": 1, "sequence_mean_token_sum": 2, "constant": 2 / 1024}
+    total = sum(float(s["token_weight"].sum()) for s in members(shares))
+    assert total == pytest.approx(totals[aggregation])  # max_response_tokens is 1024
 
 
 def test_minibatches_hold_whole_groups_in_the_order_of_ids_and_each_sums_to_one():
     groups = [group(i, [1, 0]) for i in (3, 0, 2, 1)]
-    shares = split_batch(groups, experiment(batch={"minibatches": 2}), replicas=1)
-    minibatches = shares[0].minibatches
+    minibatches = split_batch(groups, experiment(batch={"minibatches": 2}), replicas=1).shares[0].minibatches
     assert len(minibatches) == 2
     for minibatch in minibatches:
         samples = [s for microbatch in minibatch for s in microbatch]
@@ -30,19 +53,18 @@ def test_minibatches_hold_whole_groups_in_the_order_of_ids_and_each_sums_to_one(
 
 def test_replicas_get_equally_many_microbatches():
     groups = [group(0, [1, 0, 1], [3, 60, 3])]
-    shares = split_batch(groups, experiment(batch={"max_tokens_per_microbatch": 64}), replicas=2)
+    shares = split_batch(groups, experiment(batch={"max_tokens_per_microbatch": 64}), replicas=2).shares
     assert len({len(share.microbatches) for share in shares}) == 1
 
 
 def test_an_empty_completion_is_legal():
-    shares = split_batch([group(0, [1, 0], [0, 3])], experiment(), replicas=1)
-    samples = [s for microbatch in shares[0].microbatches for s in microbatch]
+    samples = members(split_batch([group(0, [1, 0], [0, 3])], experiment(), replicas=1).shares)
     assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0)
     assert sorted(int(s["loss_mask"].sum()) for s in samples) == [0, 3]
 
 
 def test_add_field_reaches_the_samples_in_microbatch_order():
-    share = split_batch([group(0, [1, 0], [2, 5])], experiment(), replicas=1)[0]
+    share = split_batch([group(0, [1, 0], [2, 5])], experiment(), replicas=1).shares[0]
     samples = [s for microbatch in share.microbatches for s in microbatch]
     share.add_field("ref_log_prob", [torch.full((len(s["tokens"]),), float(i)) for i, s in enumerate(samples)])
     assert [float(s["ref_log_prob"][0]) for s in samples] == [0.0, 1.0]

@@ -28,14 +28,14 @@ def gang() -> Iterator[Platform]:
         dist.destroy_process_group()
 
 
-def experiment(model: Path, parallel: dict | None = None, kl: float = 0.0, dtype: str = "float32",
-               aux_loss_coef: float = 0.0, mtp: str = "drop", **optimizer) -> Experiment:
-    """An experiment whose trainer section is what counts."""
+def experiment(model: Path, parallel: dict | None = None, algorithm: dict | None = None, batch: dict | None = None,
+               dtype: str = "float32", aux_loss_coef: float = 0.0, mtp: str = "drop", **optimizer) -> Experiment:
+    """An experiment of which the trainer sees only what is given here."""
     return Experiment.model_validate({
         "model": {"path": str(model), "dtype": dtype, "mtp": mtp},
         "data": {"train": "none.jsonl"},
-        "algorithm": {"kl": {"coef": kl}},
-        "batch": {"prompts_per_step": 1, "samples_per_prompt": 1},
+        "algorithm": algorithm or {},
+        "batch": {"prompts_per_step": 1, "samples_per_prompt": 1, **(batch or {})},
         "trainer": {"parallel": parallel or {}, "moe": {"aux_loss_coef": aux_loss_coef},
                     "optimizer": {"clip_grad": 0.0, **optimizer}},
         "rollout": {"python": "python", "sampling": {"temperature": TEMPERATURE}},

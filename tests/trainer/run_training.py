@@ -15,15 +15,16 @@ from tests.trainer.gang import experiment, gang
 from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
 
 # Number of ranks -> name -> (family, settings). Together: all kinds of parallelism; tied and untied; both dtypes.
+REFERENCE, MOVING_REFERENCE = ({"kl": {"coef": 0.1, "reference_every": every}} for every in (0, 2))
 RUNS = {
     2: {
-        "tensor": ("qwen3", dict(parallel={"tp": 2, "sequence_parallel": True}, kl=0.1, clip_grad=1.0)),
+        "tensor": ("qwen3", dict(parallel={"tp": 2, "sequence_parallel": True}, algorithm=REFERENCE, clip_grad=1.0)),
         "pipeline": ("qwen3", dict(parallel={"pp": 2})),
-        "chunks": ("llama", dict(parallel={"pp": 2, "vpp": 2}, kl=0.1)),
+        "chunks": ("llama", dict(parallel={"pp": 2, "vpp": 2}, algorithm=MOVING_REFERENCE)),
         "data": ("llama", dict(clip_grad=0.01, weight_decay=0.1)),
         "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
-        "experts": ("qwen3_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True}, kl=0.1,
-                                      dtype="bfloat16", clip_grad=1.0)),
+        "experts": ("qwen3_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True},
+                                      algorithm=MOVING_REFERENCE, dtype="bfloat16", clip_grad=1.0)),
         "latent": ("deepseek_v3", dict(parallel={"pp": 2}, dtype="bfloat16", mtp="keep", weight_decay=0.1)),
     },
     4: {
@@ -83,7 +84,11 @@ def first(folder: Path, platform) -> None:
         if name == "pipeline":
             with pytest.raises(RuntimeError, match="algorithm.kl.coef is 0"):
                 trainer.use_reference()
+            with pytest.raises(RuntimeError, match="algorithm.kl.coef is 0"):
+                trainer.update_reference()
         run = folder / f"run_{name}"
+        if trainer.moved_reference():
+            trainer.update_reference()
         trainer.save(run / "checkpoints" / "step_000002")
         # Again, as after a restart; now with a file of the loop's.
         trainer.save(run / "checkpoints" / "step_000002", {"loop": b"batch"} if dist.get_rank() == 0 else {})
@@ -109,6 +114,12 @@ def resume(folder: Path, platform) -> None:
         rows = microbatches(trainer, batch)
         for _ in range(2):
             trainer.train(rows, loss_fn)
+        if trainer.moved_reference():
+            with trainer.use_reference():
+                reference = trainer.log_probs(rows)
+            saved = torch.load(run / f"log_probs{dist.get_rank()}.pt")[1]
+            assert torch.equal(torch.cat(reference), torch.cat(saved)), "it is the actor of the checkpoint"
+            assert not torch.equal(torch.cat(reference), torch.cat(trainer.log_probs(rows)))
         assert_identical(snapshot(trainer), torch.load(run / f"final{dist.get_rank()}.pt"))
         if name == "pipeline":
             with pytest.raises(ValueError, match=r"tp 2, pp 1, dp 1.*tp 1, pp 2, dp 1"):

@@ -80,9 +80,9 @@ def families(parallel: dict, known: Iterable[str] = tuple(CONFIGS)) -> list[str]
     return found
 
 
-def make_model(family: str, directory: Path) -> Path:
+def make_model(family: str, directory: Path, seed: int | None = None) -> Path:
     """Save a model of `family` with every parameter random (also norms and biases, which start at 1 and 0)."""
-    torch.manual_seed(SEEDS.get(family, len(family)))
+    torch.manual_seed(SEEDS.get(family, len(family)) if seed is None else seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
