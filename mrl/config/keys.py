@@ -34,7 +34,7 @@ class Key:
 def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
     """Sections and leaves of a kind of file by dotted name, in the order of the schema."""
     schema = kind.model_json_schema()
-    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+    return {key.name: key for key in _walk(schema, schema["$defs"], "", set())}
 
 
 def leaf_keys(kind: type[Section] = Experiment) -> list[Key]:
@@ -81,7 +81,9 @@ def _with_placeholders(name: str, keys: dict[str, Key]) -> str:
     return done.removesuffix(".")
 
 
-def _walk(section: dict, definitions: dict, prefix: str, repeated: bool = False) -> Iterator[Key]:
+def _walk(section: dict, definitions: dict, prefix: str, seen: set[str], repeated: bool = False) -> Iterator[Key]:
+    """`seen`: titles of the kinds of section met before; an optional section of such a kind is repeated."""
+    seen.add(section["title"])
     required = section.get("required", [])
     for name, field in section["properties"].items():
         dotted, about = prefix + name, field.get("description", "")
@@ -90,15 +92,15 @@ def _walk(section: dict, definitions: dict, prefix: str, repeated: bool = False)
         if "$ref" in field:
             inner = _definition(field, definitions)
             yield Key(dotted, _mapping_text(inner), default, "", section=True)
-            yield from _walk(inner, definitions, f"{dotted}.", repeated)
+            yield from _walk(inner, definitions, f"{dotted}.", seen, repeated)
         elif "patternProperties" in field:
             inner = _definition(*field["patternProperties"].values(), definitions)
             yield Key(dotted, "a mapping of names (letters, digits, _) to sections", default, about, repeated=repeated)
-            yield from _walk(inner, definitions, f"{dotted}.{NAME}.", repeated)
+            yield from _walk(inner, definitions, f"{dotted}.{NAME}.", seen, repeated)
         elif "$ref" in optional:
             inner = _definition(optional, definitions)
             yield Key(dotted, "a mapping or null", default, about, repeated=repeated)
-            yield from _walk(inner, definitions, f"{dotted}.", repeated=True)
+            yield from _walk(inner, definitions, f"{dotted}.", seen, repeated or inner["title"] in seen)
         else:
             yield Key(dotted, _type_text(field), default, about, repeated=repeated)
 

@@ -93,14 +93,16 @@ def absolute_paths(experiment: Kind) -> Kind:
     """
     rules: dict[str, Callable[[str], str]] = {
         "out": _absolute,
-        "model.path": lambda value: value if is_hub_id(value) else _absolute(value),
+        "model.path": _absolute_model,
         "model.chat_template": _absolute,
         "data.train": _absolute_data,
         "data.eval": _absolute_data,
         f"eval.datasets.{NAME}.path": _absolute_data,
         f"eval.datasets.{NAME}.reward.function": _absolute_function,
         "reward.function": _absolute_function,
-        "rollout.python": lambda value: _absolute(value) if "/" in value else value,
+        "rollout.python": _absolute_python,
+        "teacher.path": _absolute_model,
+        "teacher.python": _absolute_python,
         "log.dir": _absolute,
         "sync.disk_dir": _absolute,
     }
@@ -126,6 +128,14 @@ def _with(value: Any, parts: list[str], rule: Callable[[str], str]) -> Any:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute_model(value: str) -> str:
+    return value if is_hub_id(value) else _absolute(value)
+
+
+def _absolute_python(value: str) -> str:
+    return _absolute(value) if "/" in value else value
 
 
 def _absolute_data(value: str) -> str:

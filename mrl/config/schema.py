@@ -130,6 +130,16 @@ class Rollout(Section):
     env: dict[str, str] = Field({}, description="extra environment of the engine server")
 
 
+class Teacher(Section):
+    path: str = Field(description="Hugging Face model directory or hub id, with the student's tokenizer")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of its weights")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
+    python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
+    parallel: RolloutParallel = RolloutParallel()
+    args: list[str] = Field([], description="extra command-line arguments of the engine server, not the ones mrl sets")
+    env: dict[str, str] = Field({}, description="extra environment of the engine server")
+
+
 class Sync(Section):
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
         "auto", description="who sends what to whom; auto: what should take the least time")
@@ -159,6 +169,8 @@ class Cluster(Section):
     trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
     rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
     gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
+    teacher_gpus: Optional[PositiveInt] = Field(
+        None, description="GPUs of the teacher's engines, in either mode; with `teacher` alone")
     gpus_per_node: PositiveInt = Field(8, description="GPUs of one machine; with the next two, what plans of a sync "
                                        "reckon with")
     nic_gb_s: PositiveFloat = Field(50.0, description="network bandwidth of one GPU in one direction, 10^9 bytes/s")
@@ -268,6 +280,8 @@ class Experiment(Section):
     batch: Batch
     trainer: Trainer = Trainer()
     rollout: Rollout
+    teacher: Optional[Teacher] = Field(
+        None, description="model to learn from, served by engines of its own; with algorithm.name distill alone")
     sync: Sync = Sync()
     loop: Loop
     cluster: Cluster
@@ -286,6 +300,11 @@ class Experiment(Section):
         """Engines of the fleet: GPUs of its partition (colocated_sync: of the shared one) / `rollout.parallel.tp`."""
         count = self.cluster.gpus if self.loop.mode == "colocated_sync" else self.cluster.rollout_gpus
         return (count or 0) // self.rollout.parallel.tp
+
+    @property
+    def teacher_count(self) -> int:
+        """Engines of the teacher: `cluster.teacher_gpus` / `teacher.parallel.tp`; 0 without a teacher."""
+        return (self.cluster.teacher_gpus or 0) // self.teacher.parallel.tp if self.teacher else 0
 
     @property
     def data_parallel(self) -> int:

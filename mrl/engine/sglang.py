@@ -72,6 +72,12 @@ class SglangServer(HttpServer):
         log_probs = [log_prob for log_prob, _, _ in about["output_token_logprobs"]]
         return answer["output_ids"], log_probs, about["finish_reason"]["type"]
 
+    async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
+        answer = await self.post("/generate", {
+            "input_ids": token_ids, "return_logprob": True, "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}})
+        return [log_prob for log_prob, _, _ in answer["meta_info"]["input_token_logprobs"]]
+
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         call = base64.b64encode(json.dumps({"method": method, "argument": argument}).encode()).decode()
         answer = await self.post("/update_weights_from_tensor", {

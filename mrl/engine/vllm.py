@@ -64,6 +64,13 @@ class VllmServer(HttpServer):
         log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         return choice["token_ids"] or [], log_probs, choice["finish_reason"]
 
+    async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
+        answer = await self.post("/v1/completions", {
+            "model": MODEL_NAME, "prompt": token_ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0})
+        # One mapping a token, from the token's id to about it; none for the first.
+        entries = answer["choices"][0]["prompt_logprobs"]
+        return [entry and entry[str(token)]["logprob"] for token, entry in zip(token_ids, entries, strict=True)]
+
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         answer = await self.post("/collective_rpc", {"method": method, "args": [] if argument is None else [argument]},
                                  timeout_s)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+from typing import Any, Awaitable, Callable, NamedTuple
 
 from ray.exceptions import RayActorError
 
@@ -33,8 +33,17 @@ class Router:
 
     async def generate(self, request: GenerateRequest) -> Routed:
         """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline."""
+        return Routed(*await self._ask(len(request.prompt_ids) + request.max_tokens,
+                                       lambda engine: engine.generate.remote(request)))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """log p of each token given those before it, 0 for the first. Raises as `generate`."""
+        log_probs, _ = await self._ask(len(token_ids), lambda engine: engine.score.remote(token_ids))
+        return log_probs
+
+    async def _ask(self, cost: int, ask: Callable[[Any], Awaitable]) -> tuple[Any, int]:
+        """What an engine answers, and how many times one was lost meanwhile. `cost`: tokens to be worked on."""
         deadline, losses = time.monotonic() + self.deadline_s, 0
-        cost = len(request.prompt_ids) + request.max_tokens
         while (now := time.monotonic()) < deadline:
             ready = [i for i in range(len(self.engines)) if self.resting_until[i] <= now]
             if not ready:
@@ -43,7 +52,7 @@ class Router:
             index = min(ready, key=self.outstanding.__getitem__)
             self.outstanding[index] += cost
             try:
-                return Routed(await self.engines[index].generate.remote(request), losses)
+                return await ask(self.engines[index]), losses
             except EngineClosed:
                 self.resting_until[index] = time.monotonic() + self.retry_s
             except (EngineLost, RayActorError):

@@ -32,6 +32,7 @@ class Trajectory:
 
     tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
+    teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without a teacher;
     finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found.
     """
 
@@ -44,6 +45,7 @@ class Trajectory:
     reward: float = 0.0
     reward_error: str | None = None
     extracted: str | None = None
+    teacher_log_prob: np.ndarray | None = None
 
     @property
     def response_length(self) -> int:

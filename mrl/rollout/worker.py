@@ -39,10 +39,11 @@ class Source:
 class RolloutWorker:
     """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
 
-    def __init__(self, experiment: Experiment, find_engines: Callable[[], list]):
-        """`find_engines` gives the handles: a worker that Ray restarts must find them anew."""
+    def __init__(self, experiment: Experiment, find_engines: Callable[[], list], find_teachers: Callable[[], list] = list):
+        """`find_…` gives the handles of gates: a worker that Ray restarts must find them anew."""
         self.experiment = experiment
         self.router = Router(find_engines(), experiment.loop.collect_timeout_s)
+        self.teachers = Router(find_teachers(), experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
         self.sources = {"": Source(experiment.data, self.rewards, experiment.rollout.sampling)} | {
@@ -55,6 +56,8 @@ class RolloutWorker:
     async def prepare(self, kinds: Sequence[Kind]) -> None:
         """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
         if "train" in kinds:
+            if self.experiment.teacher:
+                self.encoder.require_same_tokens(self.experiment.teacher.path)
             await self._read(self.sources[""], self.experiment.data.train, None)
         if "eval" in kinds:
             for name, dataset in self.experiment.eval.datasets.items():
@@ -118,7 +121,8 @@ class RolloutWorker:
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
-        await asyncio.gather(*(self._score(source, row, t) for t in group.trajectories))
+        taught = group.trajectories if self.teachers.engines and request.kind == "train" else []
+        await asyncio.gather(*(self._score(source, row, t) for t in group.trajectories), *map(self._teach, taught))
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
@@ -147,6 +151,10 @@ class RolloutWorker:
         result = await source.rewards.score(
             row[data.prompt_key], trajectory.response_text, row[data.answer_key], row)
         trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted
+
+    async def _teach(self, trajectory: Trajectory) -> None:
+        log_probs = np.array(await self.teachers.score(trajectory.tokens.tolist()), np.float32)
+        trajectory.teacher_log_prob = np.where(trajectory.loss_mask, log_probs, np.float32(0))
 
     def _heldout(self, dataset: EvalDataset) -> Source:
         """A held-out data set, not read yet; what it does not say itself is as in training."""
