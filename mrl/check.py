@@ -202,10 +202,14 @@ def _partition_rows(plan: Plan) -> Rows:
     exp, placement = plan.exp, plan.placement
     trainers = f"{len(placement.trainers)} trainer rank(s)"
     engines = f"{exp.engine_count} engine(s) of tp {exp.rollout.parallel.tp}, {exp.rollout.workers} rollout worker(s)"
+    teaching = [device for engine in placement.teachers for device in engine]
+    teachers = [("teacher", _devices(plan, teaching), f"{exp.teacher_count} engine(s) of tp {exp.teacher.parallel.tp}, "
+                 f"{exp.teacher.engine}")] if teaching else []
     if exp.loop.mode == "colocated_sync":
-        return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}")]
+        return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}"), *teachers]
     rollout = [device for engine in placement.engines for device in engine]
-    return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines)]
+    return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines),
+            *teachers]
 
 
 def _rank_rows(plan: Plan) -> Rows:

@@ -18,7 +18,7 @@ from typing import Any
 from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
-from mrl.config.schema import Data, Experiment, Model, SftExperiment
+from mrl.config.schema import Data, Experiment, Model, SftExperiment, Teacher
 from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into
@@ -43,7 +43,7 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
 def preflight_training(exp: Experiment) -> Findings:
     """What keeps `mrl train` from starting on this machine."""
     problems, hf_config = preflight_plan(exp, count_gpus())
-    return [*problems, *check_engine_python(exp)], hf_config
+    return [*problems, *check_engine_python(exp), *check_teacher_python(exp)], hf_config
 
 
 def preflight_evaluation(exp: Experiment) -> Findings:
@@ -89,6 +89,8 @@ def read_model_config(exp: Experiment | SftExperiment) -> tuple[list[Problem], d
 def check_files(exp: Experiment) -> Iterator[Problem]:
     """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
     yield from check_model_files(exp.model)
+    if exp.teacher:
+        yield from check_teacher(exp.teacher)
     for key, reward in exp.rewards.items():
         file = (reward.function or "").rpartition(":")[0]
         if reward.kind == "custom" and file.endswith(".py") and not Path(file).is_file():
@@ -101,16 +103,28 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
 
 def check_model_files(model: Model) -> Iterator[Problem]:
     """Weights, tokenizer and chat template."""
-    directory = Path(model.path)
-    if directory.is_dir():
-        if not any(directory.glob("*.safetensors")):
-            yield Problem("model.path", model.path, "a model directory with weights (*.safetensors)",
-                          "model directory without weights: convert or download them")
-        if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
-            yield Problem("model.path", model.path, "a model directory with a tokenizer (tokenizer.json, "
-                          "tokenizer_config.json)", "copy the tokenizer files into it")
+    if Path(model.path).is_dir():
+        yield from _check_model_directory("model.path", model.path)
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         yield Problem("model.chat_template", model.chat_template, "an existing file", "no such file")
+
+
+def check_teacher(teacher: Teacher) -> Iterator[Problem]:
+    """The teacher's weights and tokenizer, if it is no hub id."""
+    if Path(teacher.path).is_dir():
+        yield from _check_model_directory("teacher.path", teacher.path)
+    elif not is_hub_id(teacher.path):
+        yield Problem("teacher.path", teacher.path, "a Hugging Face model directory or hub id", "no such directory")
+
+
+def _check_model_directory(key: str, path: str) -> Iterator[Problem]:
+    directory = Path(path)
+    if not any(directory.glob("*.safetensors")):
+        yield Problem(key, path, "a model directory with weights (*.safetensors)",
+                      "model directory without weights: convert or download them")
+    if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
+        yield Problem(key, path, "a model directory with a tokenizer (tokenizer.json, tokenizer_config.json)",
+                      "copy the tokenizer files into it")
 
 
 def check_heldout(exp: Experiment) -> Iterator[Problem]:
@@ -139,6 +153,13 @@ def check_engine_python(exp: Experiment) -> Iterator[Problem]:
     python, package = exp.rollout.python, exp.rollout.engine
     if reason := look_into(python, package).problem:
         yield Problem("rollout.python", python, f"the Python of an environment that holds {package}", reason)
+
+
+def check_teacher_python(exp: Experiment) -> Iterator[Problem]:
+    """`teacher.python`, likewise, if there is a teacher."""
+    if exp.teacher and (reason := look_into(exp.teacher.python, exp.teacher.engine).problem):
+        yield Problem("teacher.python", exp.teacher.python, "the Python of an environment that holds "
+                      f"{exp.teacher.engine}", reason)
 
 
 def count_gpus() -> int:

@@ -13,6 +13,7 @@ from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
 from mrl.config.schema import Experiment, SftExperiment, TrainerParallel
 from mrl.config.section import Section
+from mrl.config.teacher_checks import check_teacher
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -36,10 +37,10 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
     """
     wanted = _partitions(exp)
-    problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
-                *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
+    problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
+                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *_check_reward(exp)]
+                *_check_reward(exp), *check_teacher(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
@@ -113,6 +114,7 @@ def _check_counts(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Problem]
 
 
 def _check_devices(exp: Experiment, partitions: tuple[str, ...], visible_gpus: int | None) -> Iterator[Problem]:
+    """`partitions`: the keys of `cluster` that count GPUs which are needed at once."""
     device = resolved_device(exp, visible_gpus)
     if device == "cpu" and exp.model.dtype == "bfloat16":
         yield Problem("model.dtype", "bfloat16", "float32 on cpu",

@@ -85,7 +85,7 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> S
     groups = sorted(groups, key=lambda group: group.request.group_id)
     samples = [_sample(t) for group in groups for t in group.trajectories]
     scored = [Scored(group.request.group_id, t.reward, mask=torch.from_numpy(t.loss_mask.copy()),
-                     baseline=group.baseline_reward) for group in groups for t in group.trajectories]
+                     baseline=group.baseline_reward, divergence=_divergence(t)) for group in groups for t in group.trajectories]
     size = len(groups) // batch.minibatches
     minibatch_of = [position // size for position, group in enumerate(groups) for _ in group.trajectories]
     _weigh(samples, minibatch_of, [s.group for s in scored], experiment)
@@ -109,6 +109,13 @@ def _sample(trajectory: Trajectory) -> Sample:
     }
 
 
+def _divergence(trajectory: Trajectory) -> torch.Tensor | None:
+    """log p of each token by the weights that sampled it, less the teacher's: f32[T], 0 at masked tokens."""
+    if trajectory.teacher_log_prob is None:
+        return None
+    return torch.from_numpy(trajectory.rollout_log_prob - trajectory.teacher_log_prob)
+
+
 def _weigh(samples: list[Sample], minibatch_of: list[int], group_of: list[int], experiment: Experiment) -> None:
     """Add the field token_weight, by which losses are summed, and mean_weight, by which metrics are averaged."""
     masks, algorithm = [sample["loss_mask"] for sample in samples], experiment.algorithm
@@ -117,6 +124,15 @@ def _weigh(samples: list[Sample], minibatch_of: list[int], group_of: list[int], 
     shares = token_weights(masks, "token_mean", minibatch_of)
     for sample, weight, share in zip(samples, weights, shares):
         sample["token_weight"], sample["mean_weight"] = weight, share
+
+
+def distillation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How far the student is from its teacher: the mean over sampled tokens of log p - log p(teacher), an unbiased
+    estimate of KL(student || teacher) of a token, in nats. Nothing without a teacher."""
+    taught = [t for t in trajectories if t.teacher_log_prob is not None]
+    tokens = sum(t.response_length for t in taught)
+    total = sum(float((t.rollout_log_prob - t.teacher_log_prob).sum(dtype="float64")) for t in taught)
+    return {"distill/reverse_kl": total / tokens} if tokens else {}
 
 
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
@@ -139,5 +155,6 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
         "rollout/groups_regenerated": sum(g.regenerated for g in groups),
         "rollout/version_lag": sum(current.step - g.version.step for g in groups) / len(groups),
         "rollout/tokens": sum(lengths),
+        **distillation_metrics(trajectories),
         "timing/generate_sequences": max(g.finished for g in groups) - min(g.started for g in groups),
     }

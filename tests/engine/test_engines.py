@@ -71,17 +71,17 @@ def answer_of(engine: str, finish_reason: str, log_probs: list[float]) -> dict:
                                              "output_token_logprobs": [[value, 7, None] for value in log_probs]}}
 
 
-def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
-    """What the server object makes of a server's answer with this finish_reason; the request that it sent."""
+def exchange(engine: str, answer: dict, ask):
+    """What `ask(server object)` returns when the server gives `answer`; the request that it was sent."""
     sent = []
 
-    async def answer(request):
+    async def respond(request):
         sent.append(await request.json())
-        return web.json_response(answer_of(engine, finish_reason, list(log_probs)))
+        return web.json_response(answer)
 
     async def main():
         application = web.Application()
-        application.router.add_post(ROUTES[engine], answer)
+        application.router.add_post(ROUTES[engine], respond)
         runner = web.AppRunner(application)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -90,12 +90,19 @@ def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
         asked.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         asked.session = aiohttp.ClientSession()
         try:
-            return await asked.generate(GenerateRequest([1], seed=5, max_tokens=4, temperature=0.5))
+            return await ask(asked)
         finally:
             await asked.stop()
             await runner.cleanup()
 
     return asyncio.run(main()), sent[0]
+
+
+def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
+    """What the server object makes of a server's answer with this finish_reason; the request that it sent."""
+    async def ask(asked):
+        return await asked.generate(GenerateRequest([1], seed=5, max_tokens=4, temperature=0.5))
+    return exchange(engine, answer_of(engine, finish_reason, list(log_probs)), ask)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -140,3 +147,34 @@ def test_sglangs_stand_ins_are_for_the_cpu_alone(monkeypatch):
     assert any("sglang_cpu" in word for word in on_cpu.command_line(1))
     everything = [*on_gpu.command_line(1), *map("=".join, on_gpu.environment().items())]
     assert not [word for word in everything if "sglang_cpu" in word or "SGLANG_USE_CPU_ENGINE" in word]
+
+
+def score(engine: str, answer: dict, tokens=(5, 6, 7)):
+    """What the server object makes of a server's answer about the log-probs of `tokens`; the request that it sent."""
+    async def ask(asked):
+        return await asked.score(list(tokens))
+    return exchange(engine, answer, ask)
+
+
+SCORES = {
+    "vllm": lambda values: {"choices": [{"prompt_logprobs": [
+        value if value is None else {str(token): {"logprob": value}, "99": {"logprob": -0.1}}
+        for token, value in zip((5, 6, 7), values)]}]},
+    "sglang": lambda values: {"meta_info": {"input_token_logprobs": [
+        [value, token, None] for token, value in zip((5, 6, 7), values)]}},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_log_probs_of_given_tokens(engine):
+    log_probs, sent = score(engine, SCORES[engine]([None, -1.5, -0.25]))
+    assert log_probs == [0.0, -1.5, -0.25]
+    asked = (sent["prompt"], sent["prompt_logprobs"]) if engine == "vllm" else (
+        sent["input_ids"], sent["logprob_start_len"])
+    assert asked == ([5, 6, 7], 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_missing_log_probs_are_an_error(engine):
+    with pytest.raises(RuntimeError, match="given 3 tokens to score and returned 1 log-probs of 3"):
+        score(engine, SCORES[engine]([None, -1.5, None]))
