@@ -143,8 +143,10 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
-    heldout = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in read_file(path).data["eval"]["datasets"]]
-    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl", *heldout,
+    content = read_file(path).data
+    here = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in content["eval"]["datasets"]]
+    here += [f"teacher.path={folder}/model"] if "teacher" in content else []
+    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl", *here,
                     f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
     for first in ("trainer", "rollout", "samples a step", "links"):

@@ -25,7 +25,6 @@ def test_a_teacher_that_fits(with_teacher, hf_config):
 @pytest.mark.parametrize("overrides, key, words", [
     (["algorithm.name=grpo"], "teacher", "which asks no teacher"),
     (["teacher=null", "cluster.teacher_gpus=null"], "teacher", "a teacher's log-probs are what is learnt"),
-    (["teacher=null", "cluster.teacher_gpus=null", "algorithm.name=distill"], "teacher", "a section with path and python"),
     (["cluster.teacher_gpus=null"], "cluster.teacher_gpus", "an integer > 0"),
     (["teacher.parallel.tp=4"], "cluster.teacher_gpus", "a multiple of teacher.parallel.tp (4)"),
     (["rollout.sampling.temperature=0.7"], "rollout.sampling.temperature", "at temperature 1"),

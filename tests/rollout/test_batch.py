@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
+from mrl.algorithm.advantages import estimate
 from mrl.engine.api import Version
 from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
 from tests.rollout.experiments import experiment
@@ -88,3 +90,15 @@ def test_metrics():
     assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
     assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
     assert metrics["rollout/version_lag"] == 1 and metrics["timing/generate_sequences"] == 2.0
+
+
+def test_a_teachers_opinion_becomes_advantages_and_a_metric():
+    taught = group(0, [0, 1], [2, 3])
+    for t in taught.trajectories:
+        t.teacher_log_prob = np.where(t.loss_mask, np.float32(-0.75), np.float32(0))  # the student's are -0.5
+    exp = experiment(algorithm={"name": "distill"})
+    split = split_batch([taught], exp, replicas=1)
+    for sequence, t in zip(estimate(exp.algorithm, split.scored), taught.trajectories):
+        assert sequence.advantage.tolist() == pytest.approx(np.where(t.loss_mask, -0.25, 0.0).tolist())
+    assert rollout_metrics([taught], Version(0, 1))["distill/reverse_kl"] == pytest.approx(0.25)
+    assert "distill/reverse_kl" not in rollout_metrics([group(0, [0, 1])], Version(0, 1))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -50,10 +51,10 @@ def make_worker(model, tmp_path):
                              for a, b in ((12, 34), (1, 2))))
     made = []
 
-    def make(gates, **sections):
+    def make(gates, find_teachers=list, **sections):
         sections = {"model": {"path": str(model), "dtype": "float32"}, "data": {"train": str(train)},
                     "reward": {"kind": "exact"}, **sections}
-        made.append(RolloutWorker(experiment(**sections), lambda: gates))
+        made.append(RolloutWorker(experiment(**sections), lambda: gates, find_teachers))
         return made[-1]
 
     yield make
@@ -179,3 +180,44 @@ def test_a_held_out_row_without_a_subset_is_named(make_worker, tmp_path):
                                                               "subset_key": "level"}}})
     with pytest.raises(DataError, match=r"line 1: column 'level' \(subset_key\) is missing"):
         asyncio.run(worker.prepare(("eval",)))
+
+
+class TeacherGate:
+    """Answers score with minus the token's place; closed at first."""
+
+    def __init__(self):
+        self.asked, self.score = [], self
+
+    async def remote(self, token_ids):
+        self.asked.append(token_ids)
+        if len(self.asked) == 1:
+            raise EngineLost("died")
+        return [-float(place) for place in range(len(token_ids))]
+
+
+def test_a_teacher_scores_the_sampled_tokens_of_training_prompts_alone(make_worker, model, tmp_path):
+    gate, teacher = Gate(), TeacherGate()
+    sections = {"teacher": {"path": str(model), "python": "python"}, "algorithm": {"name": "distill"},
+                "eval": {"datasets": {"heldout": {"path": str(tmp_path / "train.jsonl")}}}}
+    worker = make_worker([gate], lambda: [teacher], **sections)
+    heldout, trained = run(worker, [GroupRequest(0, 0, 0, 1, "eval", "heldout"), GroupRequest(1, 0, 0, 2, "train")],
+                           kinds=("train", "eval"))
+    assert heldout.trajectories[0].teacher_log_prob is None
+    assert len(teacher.asked) == 3 and not trained.regenerated  # lost and asked again; the sample is still its own
+    for t in trained.trajectories:
+        assert t.tokens.tolist() in teacher.asked and t.teacher_log_prob.dtype == np.float32
+        expected = [-float(place) if sampled else 0.0 for place, sampled in enumerate(t.loss_mask)]
+        assert t.teacher_log_prob.tolist() == expected
+
+
+def test_a_teacher_with_other_tokens_is_refused(make_worker, model, tmp_path):
+    other = tmp_path / "teacher"
+    shutil.copytree(model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second, *_ = (token for token in vocab if token.isalnum())
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    worker = make_worker([Gate()], teacher={"path": str(other), "python": "python"})
+    with pytest.raises(DataError, match=f"teacher.path {other} has another tokenizer than the model: 2 tokens"):
+        asyncio.run(worker.prepare(("train",)))
