@@ -18,7 +18,7 @@ from mrl import environment, rates
 from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
-from mrl.config.keys import leaf_keys
+from mrl.config.keys import leaf_keys, part_keys
 from mrl.config.schema import Experiment
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
@@ -175,6 +175,8 @@ def show_keys(console: Console) -> None:
     """Print every key of the experiment file with its type, default and meaning."""
     rows = [(key.name, key.type, key.default, key.description) for key in leaf_keys()]
     _show(console, "Keys of the experiment file", ("key", "type", "default", "meaning"), rows)
+    rows = [(kinds, key.name, key.type, key.default, key.description) for kinds, key in part_keys()]
+    _show(console, "Keys of a part of the reward", ("kind", "key", "type", "default", "meaning"), rows)
 
 
 def _show(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
+from mrl.config.rewards import Custom, Part, RewardModel
 from mrl.config.schema import Data, Experiment, Model, SftExperiment, Teacher
 from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
@@ -92,9 +93,8 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
     if exp.teacher:
         yield from check_teacher(exp.teacher)
     for key, reward in exp.rewards.items():
-        file = (reward.function or "").rpartition(":")[0]
-        if reward.kind == "custom" and file.endswith(".py") and not Path(file).is_file():
-            yield Problem(f"{key}.function", reward.function, "an existing Python file", f"no such file: {file}")
+        for name, part in reward.parts.items():
+            yield from _check_part_files(f"{key}.parts.{name}", part)
     shared = exp.sync.disk_dir
     if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
         yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
@@ -125,6 +125,16 @@ def _check_model_directory(key: str, path: str) -> Iterator[Problem]:
     if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
         yield Problem(key, path, "a model directory with a tokenizer (tokenizer.json, tokenizer_config.json)",
                       "copy the tokenizer files into it")
+
+
+def _check_part_files(key: str, part: Part) -> Iterator[Problem]:
+    """Files that a part of the reward names."""
+    if isinstance(part, Custom):
+        file = part.function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            yield Problem(f"{key}.function", part.function, "an existing Python file", f"no such file: {file}")
+    if isinstance(part, RewardModel) and part.instruction is not None and not Path(part.instruction).is_file():
+        yield Problem(f"{key}.instruction", part.instruction, "an existing file", "no such file")
 
 
 def check_heldout(exp: Experiment) -> Iterator[Problem]:

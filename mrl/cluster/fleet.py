@@ -77,7 +77,7 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     from mrl.engine.server import EngineServer
     from mrl.engine.teacher import teacher_experiment
     from mrl.engine.versions import version_warning
-    from mrl.reward.pool import RewardError
+    from mrl.reward.api import RewardError
     from mrl.rollout.worker import RolloutWorker
 
     for section, key in ((experiment.rollout, "rollout"), (experiment.teacher, "teacher")):

@@ -39,7 +39,8 @@ def trainer_gang(experiment: Experiment) -> Gang:
     """The trainer ranks of an RL experiment."""
     env = dict(experiment.trainer.env)
     if experiment.cluster.device == "cuda" and experiment.rollout.engine == "sglang":
-        env.setdefault("NCCL_CUMEM_ENABLE", os.environ.get("NCCL_CUMEM_ENABLE", "0"))  # no link between ends that differ
+        # NCCL builds no link between ends that differ in this.
+        env.setdefault("NCCL_CUMEM_ENABLE", os.environ.get("NCCL_CUMEM_ENABLE", "0"))
     return Gang("mrl.cluster.rank", experiment.cluster.device, place(experiment).trainers,
                 experiment.trainer.max_restarts, env)
 
@@ -51,10 +52,12 @@ def closing_words(experiment: Experiment, run_dir: Path, code: int) -> str:
     lines = []
     evaluations = [row for row in metric_rows(run_dir) if row["kind"] == "eval"]
     for name, dataset in experiment.eval.datasets.items():
-        key = f"acc/mean@{dataset.samples_per_prompt}"
-        values = [row[f"eval/{name}/{key}"] for row in evaluations if f"eval/{name}/{key}" in row]
-        if len(values) > 1:
-            lines.append(f"held-out {name} {key}: {values[0]:.3f} before, {values[-1]:.3f} after")
+        known = []
+        for key in (f"{what}/mean@{dataset.samples_per_prompt}" for what in ("acc", "reward")):
+            values = [row[f"eval/{name}/{key}"] for row in evaluations if f"eval/{name}/{key}" in row]
+            if len(values) > 1 and values not in known:  # rewards of 0 and 1 are the accuracy
+                known.append(values)
+                lines.append(f"held-out {name} {key}: {values[0]:.3f} before, {values[-1]:.3f} after")
     lines += [f"run directory: {run_dir}",
               f"next: mrl export {run_dir} --step {experiment.loop.steps} --out {run_dir}/hf",
               f"      tensorboard --logdir {run_dir}/tensorboard"]

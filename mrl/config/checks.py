@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
+from mrl.config.reward_checks import check_rewards
 from mrl.config.schema import Experiment, SftExperiment, TrainerParallel
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher
@@ -38,9 +39,9 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     """
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
-                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
-                *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *_check_reward(exp), *check_teacher(exp)]
+                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
+                *_check_engines(exp), *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
+                *check_rewards(exp), *check_teacher(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
@@ -56,7 +57,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *_check_reward(exp)]
+                *check_rewards(exp)]
     if not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", "at least one held-out data set to evaluate on", _ADD_DATASET))
     if hf_config is not None:
@@ -154,7 +155,8 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
     """Log-probs in training are those of the full, temperature-scaled distribution: the engine must sample from it."""
     sampling, why = exp.rollout.sampling, "training needs the log-probs of the full distribution it samples from"
     if sampling.temperature == 0:
-        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}", "use 1.0; that of eval.datasets may be 0")
+        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}",
+                      "use 1.0; that of eval.datasets may be 0")
     if sampling.top_p < 1:
         yield Problem("rollout.sampling.top_p", str(sampling.top_p), f"1.0: {why}", "remove the key")
     if sampling.top_k not in (-1, 0):
@@ -222,17 +224,6 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
     if exp.sync.disk_dir is not None and transport != "disk":
         yield Problem("sync.disk_dir", exp.sync.disk_dir, f"null: sync.transport {transport} writes no files",
                       "remove sync.disk_dir, or set sync.transport: disk")
-
-
-def _check_reward(exp: Experiment) -> Iterator[Problem]:
-    for key, reward in exp.rewards.items():
-        file, _, name = (reward.function or "").rpartition(":")
-        if reward.kind == "custom" and (not file.endswith(".py") or not name.isidentifier()):
-            yield Problem(f"{key}.function", str(reward.function), f"'path.py:function' with {key}.kind custom",
-                          f"for example {key}.function: rewards/mine.py:score")
-        elif reward.kind != "custom" and reward.function is not None:
-            yield Problem(f"{key}.function", reward.function, f"null with {key}.kind {reward.kind}",
-                          f"set {key}.kind: custom")
 
 
 def trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:

@@ -8,7 +8,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.config.schema import Experiment, Section
+from mrl.config.rewards import KINDS, Part, Server, TextPart
+from mrl.config.schema import Experiment
+from mrl.config.section import Section
 
 REQUIRED = "required"
 NAME = "<name>"
@@ -34,12 +36,22 @@ class Key:
 def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
     """Sections and leaves of a kind of file by dotted name, in the order of the schema."""
     schema = kind.model_json_schema()
-    return {key.name: key for key in _walk(schema, schema["$defs"], "", set())}
+    return {key.name: key for key in _walk(schema, schema.get("$defs", {}), "", set())}
 
 
 def leaf_keys(kind: type[Section] = Experiment) -> list[Key]:
     """The keys that hold values, in the order of the schema, each kind of section once."""
     return [key for key in all_keys(kind).values() if not key.section and not key.repeated]
+
+
+def part_keys() -> list[tuple[str, Key]]:
+    """(which kinds, key) of everything that a part of `reward` can have, `kind` itself left out; each key once."""
+    owners = {"every kind": Part, "all that seek an answer": TextPart, "all behind a server": Server, **KINDS}
+    listed = []
+    for owner, part in owners.items():
+        inherited = list(all_keys(part.__base__).values()) if part is not Part else []
+        listed += [(owner, key) for key in all_keys(part).values() if key not in inherited and key.name != "kind"]
+    return listed
 
 
 def find_key(name: str, kind: type[Section]) -> Key | None:
@@ -62,7 +74,7 @@ def nearest_key(name: str, kind: type[Section]) -> str | None:
     """The known key a user most likely meant by an unknown one: a sibling with a similar name, else a key of the same
     name in another section, else whatever is spelled most alike."""
     parent, _, leaf = name.rpartition(".")
-    names = list(all_keys(kind))
+    names = [known for known in all_keys(kind) if NAME not in known]
     if close := difflib.get_close_matches(leaf, sibling_keys(name, kind), n=1):
         return f"{parent}.{close[0]}" if parent else close[0]
     if same := [known for known in names if known.rpartition(".")[2] == leaf]:
@@ -121,6 +133,8 @@ def _type_text(field: dict) -> str:
         return " or ".join(_type_text(choice) for choice in field["anyOf"])
     if "enum" in field:
         return "one of " + ", ".join(field["enum"])
+    if "discriminator" in field:
+        return f"a mapping with {field['discriminator']['propertyName']} and the keys of that"
     if "const" in field:
         return str(field["const"])
     kind = field["type"]

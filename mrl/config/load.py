@@ -6,6 +6,7 @@ paths absolute. It reports everything that is wrong at once; checks across keys 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ from pydantic import ValidationError
 from mrl.config import source
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.keys import NAME, all_keys, find_key, nearest_key, sibling_keys
-from mrl.config.schema import Experiment, Section, SftExperiment
+from mrl.config.rewards import KINDS, Part, part_class
+from mrl.config.schema import Experiment, SftExperiment
+from mrl.config.section import Section
 
 Kind = TypeVar("Kind", bound=Section)
 
@@ -60,7 +63,7 @@ def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple
         reported = {problem.key for problem in problems}
         unreadable = not layer.data  # then every key would be reported as missing
         if not unreadable:
-            translated = [_translate(detail, kind) for detail in error.errors()]
+            translated = [_translate(detail, layer.data, kind) for detail in error.errors()]
             problems += [problem for problem in translated if problem.key not in reported]
     else:
         if not problems:
@@ -91,15 +94,15 @@ def absolute_paths(experiment: Kind) -> Kind:
 
     Symbolic links are kept: a virtual environment's `python` is one, and works only under its own name.
     """
-    rules: dict[str, Callable[[str], str]] = {
+    rules: dict[str, Callable[[Any], Any]] = {
         "out": _absolute,
         "model.path": _absolute_model,
         "model.chat_template": _absolute,
         "data.train": _absolute_data,
         "data.eval": _absolute_data,
         f"eval.datasets.{NAME}.path": _absolute_data,
-        f"eval.datasets.{NAME}.reward.function": _absolute_function,
-        "reward.function": _absolute_function,
+        f"eval.datasets.{NAME}.reward.parts.{NAME}": _absolute_part,
+        f"reward.parts.{NAME}": _absolute_part,
         "rollout.python": _absolute_python,
         "teacher.path": _absolute_model,
         "teacher.python": _absolute_python,
@@ -108,14 +111,14 @@ def absolute_paths(experiment: Kind) -> Kind:
     }
     known = all_keys(type(experiment))
     for key, rule in rules.items():
-        if key in known:
+        if key.partition(f".{NAME}")[0] in known:
             experiment = _with(experiment, key.split("."), rule)
     return experiment
 
 
-def _with(value: Any, parts: list[str], rule: Callable[[str], str]) -> Any:
-    """A copy of a section in which `rule` was applied to the key at `parts`, unless that, or a section on the way to it,
-    is null. NAME among the parts stands for every name there is."""
+def _with(value: Any, parts: list[str], rule: Callable[[Any], Any]) -> Any:
+    """A copy of a section in which `rule` was applied to the key at `parts`, unless that, or a section on the way to
+    it, is null. NAME among the parts stands for every name there is."""
     if not value:
         return value
     if not parts:
@@ -139,7 +142,17 @@ def _absolute_python(value: str) -> str:
 
 
 def _absolute_data(value: str) -> str:
-    return value if value.startswith("hf:") else _absolute(value)
+    return value if value.startswith(("hf:", "reasoning_gym:")) else _absolute(value)
+
+
+def _absolute_part(part: Part) -> Part:
+    """A part of the reward whose files have absolute paths."""
+    rules = {"function": _absolute_function, "instruction": _absolute,
+             "tokenizer": lambda value: value if is_hub_id(value) else _absolute(value)}
+    for name, rule in rules.items():
+        if name in type(part).model_fields:
+            part = _with(part, [name], rule)
+    return part
 
 
 def _absolute_function(value: str) -> str:
@@ -147,20 +160,49 @@ def _absolute_function(value: str) -> str:
     return f"{_absolute(file)}:{function}" if colon and file else value
 
 
-def _translate(error: Mapping[str, Any], kind: type[Section]) -> Problem:
-    """One pydantic error in the words of the experiment file."""
-    key = ".".join(str(part) for part in error["loc"] if part != "[key]")
-    known = find_key(key, kind)
+def _translate(error: Mapping[str, Any], given: Mapping[str, Any], kind: type[Section]) -> Problem:
+    """One pydantic error in the words of the experiment file; `given` is what the file says."""
+    place = [str(part) for part in error["loc"] if part != "[key]"]
+    if error["type"].startswith("union_tag"):
+        return _wrong_kind(_written([*place, "kind"], given), error)
+    key, section, name = _written(place, given), kind, ".".join(place)
+    part, start = part_class(place)
+    if part is not None:
+        section, name = part, ".".join(place[start:])
+    known = find_key(name, section)
     if error["type"] == "extra_forbidden":
-        near = nearest_key(key, kind)
-        allowed = f"unknown key; known here: {', '.join(sibling_keys(key, kind))}"
-        return Problem(key, _shown(error["input"]), allowed, f"did you mean {near}?" if near else "")
+        near = nearest_key(name, section)
+        allowed = f"unknown key; known here: {', '.join(sibling_keys(name, section))}"
+        return Problem(key, _shown(error["input"]), allowed,
+                       f"did you mean {key.removesuffix(name)}{near}?" if near else "")
     if error["type"] == "missing":
         about = f"{known.type} ({known.description})" if known.description else known.type
         return Problem(key, "", f"required; {about}", "add the key")
+    if error["type"] == "value_error":
+        return Problem(key, _shown(error["input"]), str(error["ctx"]["error"]), "")
     remedy = f"write {key}: \"{error['input']}\" to make it a string" if (
         error["type"] == "string_type" and isinstance(error["input"], (bool, int, float))) else ""
     return Problem(key, _shown(error["input"]), known.type if known else error["msg"], remedy)
+
+
+def _wrong_kind(key: str, error: Mapping[str, Any]) -> Problem:
+    """A part of the reward whose kind is missing or unknown."""
+    allowed, given = f"one of {', '.join(KINDS)}", error["ctx"].get("tag")
+    if given is None:
+        return Problem(key, "", f"required; {allowed}", "add the key")
+    near = difflib.get_close_matches(given, KINDS, n=1)
+    return Problem(key, repr(given), allowed, f"did you mean {near[0]}?" if near else "")
+
+
+def _written(place: Sequence[str], given: Any) -> str:
+    """The dotted key as the file has it: pydantic's place also names sections that the file left out and kinds."""
+    key = []
+    for position, part in enumerate(place):
+        inside = isinstance(given, dict) and part in given
+        if inside or position == len(place) - 1 or isinstance(given, list):
+            key.append(part)
+            given = given[part] if inside else None
+    return ".".join(key)
 
 
 def _shown(value: Any) -> str:

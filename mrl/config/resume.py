@@ -5,16 +5,16 @@ Those that decide what is computed may not: half a run of one experiment and hal
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import reduce
 from typing import Any
 
 from mrl.config.errors import Problem
-from mrl.config.keys import leaf_keys
-from mrl.config.schema import Section
+from mrl.config.section import Section
 
 MAY_DIFFER = (
-    "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*", "sync.*", "trainer.env",
+    "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*",
+    "sync.*", "trainer.env",
     "rollout.python", "rollout.args", "rollout.env", "rollout.host", "rollout.port", "rollout.workers",
     "rollout.max_concurrent_requests", "reward.processes",
 )
@@ -29,19 +29,23 @@ def resume_problems(stored: Section, new: Section) -> list[Problem]:
         new: the one it is to be resumed with. `cluster.device: auto` differs from nothing: it is decided by machine.
     """
     problems = []
-    for key in (leaf.name for leaf in leaf_keys(type(new))):
-        if any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
-            continue
-        before, now = _value(stored, key), _value(new, key)
-        if before == now or key == "cluster.device" and "auto" in (before, now):
+    for key, before, now in _differences(stored.model_dump(mode="json"), new.model_dump(mode="json")):
+        if key == "cluster.device" and "auto" in (before, now):
             continue
         problems.append(Problem(key, _shown(now), f"{_shown(before)}, as in the run that is there",
                                 "set it back to resume that run, or name another run directory for a new one"))
     return problems
 
 
-def _value(experiment: Section, key: str) -> Any:
-    return reduce(getattr, key.split("."), experiment)
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) wherever two trees differ and may not; null stands for a missing key."""
+    if before == now or any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
+        return
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        yield key, before, now
+        return
+    for name in {**before, **now}:
+        yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
 
 
 def _shown(value: Any) -> str:

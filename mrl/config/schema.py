@@ -6,11 +6,12 @@ can decide (layouts, partitions, budgets against each other) is checked in `mrl.
 """
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import Field, PositiveFloat, PositiveInt, NonNegativeInt, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mrl.config.algorithm import Algorithm
+from mrl.config.rewards import AnyPart, Math, named_parts
 from mrl.config.section import Fraction, Section
 from mrl.reshard.layout import Layout
 
@@ -28,7 +29,8 @@ class Model(Section):
 
 
 class Data(Section):
-    train: str = Field(description=".jsonl, .parquet, or 'hf:name[:split]' (pip install datasets)")
+    train: str = Field(description=".jsonl, .parquet, 'hf:name[:split]' (pip install datasets) or "
+                        "'reasoning_gym:task[:option=value,...]' (pip install reasoning-gym)")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
     system_prompt: Optional[str] = Field(None, description="put before a string prompt as a system message")
@@ -39,11 +41,18 @@ class Data(Section):
 
 
 class Reward(Section):
-    kind: Literal["math", "exact", "custom"] = Field(
-        "math", description="math: math-verify; exact: string equality; custom: your function")
-    function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
-    timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
-    processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
+    """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`."""
+
+    parts: dict[str, AnyPart] = Field(
+        {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
+        description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
+                    "and their keys. One part may be written without a name: reward: {kind: ...}")
+    processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_part(cls, given: Any) -> Any:
+        return named_parts(given, set(cls.model_fields)) if isinstance(given, dict) else given
 
 
 class Batch(Section):

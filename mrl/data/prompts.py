@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import schema
+from mrl.data import reasoning_gym
 
 Row = dict[str, Any]
 
@@ -19,8 +20,8 @@ def load_prompts(source: str, data: schema.Data, subset_key: str | None = None) 
     """All rows of a prompt source, each checked to hold a prompt and an answer.
 
     Args:
-        source: a .jsonl or .parquet file, or 'hf:name[:split]' (split `train` unless given) for the Hugging Face
-            `datasets` library.
+        source: a .jsonl or .parquet file, 'hf:name[:split]' (split `train` unless given) for the Hugging Face
+            `datasets` library, or 'reasoning_gym:task[:option=value,...]' for the reasoning-gym package.
         data: tells the names of the prompt and answer columns.
         subset_key: one more column that every row must have.
 
@@ -32,7 +33,7 @@ def load_prompts(source: str, data: schema.Data, subset_key: str | None = None) 
             prompt or answer is missing or of no usable type.
     """
     rows = []
-    for place, row in _read(source):
+    for place, row in _read(source, data):
         _check_row(row, place, data, subset_key)
         rows.append(row)
     if not rows:
@@ -40,22 +41,26 @@ def load_prompts(source: str, data: schema.Data, subset_key: str | None = None) 
     return rows
 
 
-def _read(source: str) -> Iterator[tuple[str, Any]]:
+def _read(source: str, data: schema.Data) -> Iterator[tuple[str, Any]]:
     """(where it stands, row) of every row."""
     if source.startswith("hf:"):
         yield from _read_hub(source)
         return
+    if source.startswith(reasoning_gym.PREFIX):
+        yield from _make_up(source, data)
+        return
     path = Path(source)
     if not path.is_file():
         raise DataError(f"data file {source} does not exist (looked for {path.resolve()}): "
-                        "correct the path; a Hugging Face data set is written hf:name")
+                        "correct the path; a Hugging Face data set is written hf:name, a task of reasoning-gym "
+                        "reasoning_gym:task")
     if path.suffix == ".jsonl":
         yield from _read_jsonl(path)
     elif path.suffix == ".parquet":
         yield from _read_parquet(path)
     else:
         raise DataError(f"data file {source} has the unknown ending {path.suffix!r}: "
-                        "use .jsonl, .parquet or hf:name[:split]")
+                        "use .jsonl, .parquet, hf:name[:split] or reasoning_gym:task")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -100,6 +105,14 @@ def _read_hub(source: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{source} cannot be loaded: {error}") from error
     for number, row in enumerate(rows):
         yield f"{source}, row {number}", row
+
+
+def _make_up(source: str, data: schema.Data) -> Iterator[tuple[str, Any]]:
+    try:
+        for number, row in enumerate(reasoning_gym.make_rows(source, data.prompt_key, data.answer_key)):
+            yield f"{source}, row {number}", row
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{source} cannot be made: {error}") from error
 
 
 def _check_row(row: Any, place: str, data: schema.Data, subset_key: str | None) -> None:

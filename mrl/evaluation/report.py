@@ -75,8 +75,9 @@ def sample_rows(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         for index, t in enumerate(group.trajectories):
             yield {"prompt": group.prompt_text, "answer": group.answer, "row": group.request.prompt_index,
                    "subset": group.subset, "sample": index, "response": t.response_text, "extracted": t.extracted,
-                   "reward": t.reward, "correct": is_correct(t), "reward_error": t.reward_error,
-                   "finish_reason": t.finish_reason, "tokens": t.response_length, "version": str(t.version)}
+                   "reward": t.reward, "reward_parts": t.reward_parts, "correct": is_correct(t),
+                   "reward_error": t.reward_error, "finish_reason": t.finish_reason, "tokens": t.response_length,
+                   "version": str(t.version)}
 
 
 def _report(groups: list[Group], confidence: float, seed: int) -> Report:
@@ -107,15 +108,18 @@ def _per_prompt(groups: list[Group], seed: int) -> dict[str, Floats]:
         if answers is not None:
             values[f"acc/maj@{k}/mean"] = majority_at_k(correct, answers, k, RESAMPLES, seed)
         values[f"pass@{k}"] = pass_at_k(correct, k)
+    parts = list(groups[0].trajectories[0].reward_parts)
     return values | {
         f"reward/mean@{n}": rewards.mean(axis=1),
+        **({f"reward/{part}/mean@{n}": table(lambda t: t.reward_parts[part]).mean(axis=1) for part in parts}
+           if len(parts) > 1 else {}),
         "response_length": table(lambda t: t.response_length).mean(axis=1),
         "truncated": table(lambda t: t.finish_reason == "length").mean(axis=1),
     }
 
 
 def _answer_codes(groups: list[Group]) -> np.ndarray | None:
-    """int [P, n]: equal numbers within a prompt are equal extracted answers; None if the reward extracts none at all."""
+    """int [P, n]: equal numbers within a prompt are equal extracted answers; None if the reward extracts none."""
     if not any(t.extracted for group in groups for t in group.trajectories):
         return None
     rows = []

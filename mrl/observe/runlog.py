@@ -11,6 +11,8 @@ from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group
 from mrl.stream.report import PushReport
 
+_ERRORS_SHOWN = 5
+
 
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
@@ -55,6 +57,7 @@ class RunLog:
         """Held-out results, under the step that asked for them, and the samples they come from."""
         step, found = groups[0].request.step, reports(groups, config, seed)
         self.metrics(step, {"kind": "eval", **flat_metrics(found)})
+        self.unscored(f"evaluation after step {step}", groups)
         if config.save_samples:
             save_samples(self.run_dir / "evaluations" / f"step_{step:06d}", found)
         for name, report in found.items():
@@ -78,6 +81,7 @@ class RunLog:
 
     def trajectories(self, name: str, groups: list[Group]) -> None:
         """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""
+        self.unscored(name, groups)
         chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
         folder = self.run_dir / "trajectories"
         folder.mkdir(exist_ok=True)
@@ -85,8 +89,18 @@ class RunLog:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,
-                    "reward": t.reward, "reward_error": t.reward_error, "finish_reason": t.finish_reason,
+                    "reward": t.reward, "reward_parts": t.reward_parts, "reward_error": t.reward_error,
+                    "finish_reason": t.finish_reason,
                     "version": str(t.version), "group": group.request.group_id}, ensure_ascii=False) + "\n")
+
+    def unscored(self, name: str, groups: list[Group]) -> None:
+        """Samples that could not be scored are named in the progress log, up to _ERRORS_SHOWN of them."""
+        unscored = [(group, i, t) for group in groups for i, t in enumerate(group.trajectories) if t.reward_error]
+        for group, i, t in unscored[:_ERRORS_SHOWN]:
+            self.say(f"{name}: sample {i} of group {group.request.group_id} (row {group.request.prompt_index}) could "
+                     f"not be scored: {t.reward_error}")
+        if len(unscored) > _ERRORS_SHOWN:
+            self.say(f"{name}: nor could {len(unscored) - _ERRORS_SHOWN} others")
 
     def close(self) -> None:
         self.metrics_file.close()

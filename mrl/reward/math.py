@@ -1,28 +1,40 @@
 """The `math` reward: which part of a response is the answer, and whether it equals the reference answer.
 
-Extraction and clean-up are plain rules of our own; comparing two mathematical expressions is math-verify's part.
-Nothing here bounds its own time: run it in a RewardPool.
+Extraction, clean-up and rational numbers are plain rules of our own; comparing other expressions is math-verify's
+part.
 """
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from mrl.reward.api import Grade, Grader, Sample
+from mrl.reward.text import LONGEST_ANSWER, answer_part, has_box, last_box
+
+if TYPE_CHECKING:
+    from mrl.config.rewards import Math
 
 # math-verify warns that its own timeouts are off. They use signal.alarm, and here the process is killed instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _FRAC = r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}"
 _QUANTITY = rf"(?:{_DECIMAL}[eE][-+]?\d+|\d+\s+\d+/\d+|(?:\d+\s*)?{_FRAC}|{_DECIMAL}(?:/{_DECIMAL})?)"
 # (sign)(quantity); the dash of "12-5" is no sign, and a currency sign may stand between the two.
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])((?<![)\]}}])-(?=[\d.\\$]))?\\?\$?(?<![\w.])({_QUANTITY}(?:\s?\\?%)?)")
+
+# One rational number after normalisation. Powers of ten are bounded: larger ones are left to the algebra system.
+_RATIONAL = re.compile(r"(-)?(?:(\d+(?:\.\d*)?|\.\d+)(?: \\times 10\^\{?(-?\d{1,3})\}?)?|(\d+) ?/ ?(\d+)"
+                       r"|\\[dt]?frac ?\{(-?\d+)\} ?\{(\d+)\}|\\[dt]?frac(\d)(\d))(\\%)?")
+_ROUNDING = Fraction(1, 10**6)
+_REMEMBERED = 4096  # results of each kind
 
 _CHARACTERS = str.maketrans({
     "\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-",
@@ -35,10 +47,19 @@ _SHORT_UNITS = {"m", "s", "g", "l", "h", "mm", "cm", "km", "mg", "kg", "ml", "ft
                 "am", "pm", "yr"}
 
 
-def score(response: str, answer: Any) -> float:
-    """1.0 if the answer found in the response equals the reference answer, else 0.0."""
-    given = extract_answer(response)
-    return float(given is not None and is_equal(gold_text(answer), given))
+class MathGrader(Grader):
+    """The answer found in the response equals the reference answer: 1, else 0."""
+
+    def __init__(self, part: Math):
+        self._part = part
+
+    def check(self, answer: Any, row: Mapping[str, Any]) -> None:
+        check_gold(answer)
+
+    def grade(self, sample: Sample) -> Grade:
+        given = extract_answer(answer_part(sample.response, self._part.thinking))
+        right = given is not None and is_equal(gold_text(sample.answer), given, self._part.percent, self._part.units)
+        return Grade(float(right), given)
 
 
 def extract_answer(response: str) -> str | None:
@@ -46,51 +67,56 @@ def extract_answer(response: str) -> str | None:
 
     The last outermost \boxed{...} or \fbox{...} (boxes inside it are unwrapped); a last box that never closes, or is
     empty, is no answer. Without any box the rest of the line after the last `####`; without that the last number.
+    An answer of more than LONGEST_ANSWER characters is none.
     """
-    boxes = list(_outermost_boxes(response))
-    if boxes:
-        return boxes[-1] or None
+    if (box := last_box(response)) is not None:
+        return box or None
     if lines := _HASHES.findall(response):
-        return lines[-1].strip() or None
-    numbers = _NUMBER_IN_TEXT.findall(response.translate(_CHARACTERS))
-    return "".join(numbers[-1]) if numbers else None
+        answer = lines[-1].strip()
+    else:
+        numbers = _NUMBER_IN_TEXT.findall(response.translate(_CHARACTERS))
+        answer = "".join(numbers[-1]) if numbers else ""
+    return answer if 0 < len(answer) <= LONGEST_ANSWER else None
 
 
 def gold_text(answer: Any) -> str:
     """The reference answer as text. A full solution (with a box or `####`) stands for the answer in it."""
     text = str(answer)
-    return (extract_answer(text) or "") if _BOX.search(text) or _HASHES.search(text) else text.strip()
+    return (extract_answer(text) or "") if has_box(text) or _HASHES.search(text) else text.strip()
 
 
 def check_gold(answer: Any) -> None:
     """Raise ValueError unless the reference answer is something that a response can be compared with."""
     if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
         raise ValueError(f"reference answer {answer!r} is a {type(answer).__name__}: give a string or a number")
-    gold = normalize(gold_text(answer))
-    if not gold or not (_is_words(gold) or _expressions(gold)):
+    gold, _ = normalize(gold_text(answer))
+    if not gold or not (_is_words(gold) or _number(gold) or _expressions(gold)):
         raise ValueError(f"reference answer {answer!r} cannot be read as mathematics or words")
 
 
-def is_equal(gold: str, given: str) -> bool:
-    """Whether two answers mean the same: words by their letters, mathematics by value.
+# The samples of a group give few different answers.
+@lru_cache(_REMEMBERED)
+def is_equal(gold: str, given: str, percent: str = "optional", units: str = "ignore") -> bool:
+    """Whether two answers mean the same: words by their letters, mathematics by value. A comma list is a set.
 
-    Units after a number do not count, a percent sign may be left out, a comma list is a set.
+    percent, units: the policies of the part `math`.
     """
-    gold, given = normalize(gold), normalize(given)
-    if not gold or not given:
+    (gold, gold_unit), (given, unit) = normalize(gold), normalize(given)
+    if not gold or not given or (units == "match" and gold_unit != unit):
         return False
     if _is_words(gold) or _is_words(given):
         return _plain_words(gold) == _plain_words(given)
-    if re.fullmatch(r"-?\d+", gold) and re.fullmatch(r"-?\d+", given):
-        return int(gold) == int(given)
+    if (number := _number(gold)) and (other := _number(given)):
+        return _same_number(number, other, percent)
     if _is_denial(given) and not _is_denial(gold):
         return False
     expected, found = _expressions(gold), _expressions(given)
-    return bool(expected) and bool(found) and verify(expected, found, timeout_seconds=None)
+    return bool(expected) and bool(found) and verify(list(expected), list(found), timeout_seconds=None)
 
 
-def normalize(answer: str) -> str:
-    """One spelling for what is written in several: signs, spaces, separators, units, mixed and scientific numbers."""
+@lru_cache(_REMEMBERED)
+def normalize(answer: str) -> tuple[str, str]:
+    """(answer, unit) with one spelling for what is written in several: signs, spaces, separators, mixed numbers."""
     text = answer.translate(_CHARACTERS)
     # A comma without its usual space is a separator of thousands, wherever in a formula it stands.
     text = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3})", "", text)
@@ -101,60 +127,26 @@ def normalize(answer: str) -> str:
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "", text)
     text = re.sub(r"\bper\s?cent\b", "%", text).replace(r"\%", "%")
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,;").strip()
-    return _canonical_number(_without_unit(text)).replace("%", r"\%")
+    text, unit = _split_unit(text)
+    return _canonical_number(text).replace("%", r"\%"), unit
 
 
-def _outermost_boxes(text: str) -> Iterator[str]:
-    """Contents of each box from the left, inner boxes unwrapped; an unclosed one yields "" and ends the search."""
-    position = 0
-    while match := _BOX.search(text, position):
-        if not text.startswith("{", match.end()):
-            # \boxed 42: without braces, the next word.
-            word = re.match(r"[^\s$]*", text[match.end():]).group()
-            yield word.rstrip(".,;")
-            position = match.end() + len(word)
-            continue
-        end = _closing_brace(text, match.end())
-        if end is None:
-            yield ""
-            return
-        yield _unboxed(text[match.end() + 1:end]).strip()
-        position = end + 1
-
-
-def _unboxed(text: str) -> str:
-    """`text` without the boxes in it; what they contain stays."""
-    while match := _BOX.search(text):
-        end = _closing_brace(text, match.end()) if text.startswith("{", match.end()) else None
-        inside = text[match.end():] if end is None else text[match.end() + 1:end] + text[end + 1:]
-        text = text[:match.start()] + inside
-    return text
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one at `start`; escaped braces are text."""
-    depth = 0
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        if match.group() == "{":
-            depth += 1
-        elif match.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return match.start()
-    return None
-
-
-def _without_unit(text: str) -> str:
-    if match := re.fullmatch(rf"(.*[\d}}).%])\s*{_TEXT}(?:\s*\^\s*\{{?\d\}}?)?", text):
+def _split_unit(text: str) -> tuple[str, str]:
+    """A number and the unit after it, "" for none: 5 cm, 5\\text{ cm}^2, 60 km/h, 7 square feet."""
+    if match := re.fullmatch(rf"(.*[\d}}).%])\s*{_TEXT}((?:\s*\^\s*\{{?\d\}}?)?)", text):
         if match.group(2).strip() not in _JOINING:
-            return match.group(1).strip()
+            return match.group(1).strip(), _plain_unit(match.group(2) + match.group(3))
     if match := re.fullmatch(rf"(-?{_QUANTITY})(\s*)([A-Za-z][A-Za-z ./^\d]*)", text):
         words = re.findall(r"[A-Za-z]+", match.group(3))
         shortest = 1 if match.group(2) else 2
-        unit = all(len(word) >= 3 or (word.lower() in _SHORT_UNITS and len(word) >= shortest) for word in words)
-        if unit and not _JOINING.union(_FUNCTIONS).intersection(words):
-            return match.group(1)
-    return text
+        known = all(len(word) >= 3 or (word.lower() in _SHORT_UNITS and len(word) >= shortest) for word in words)
+        if known and not _JOINING.union(_FUNCTIONS).intersection(words):
+            return match.group(1), _plain_unit(match.group(3))
+    return text, ""
+
+
+def _plain_unit(text: str) -> str:
+    return re.sub(r"[\s{}.]", "", text)
 
 
 def _canonical_number(text: str) -> str:
@@ -191,8 +183,39 @@ def _is_denial(text: str) -> bool:
     return re.search(r"\\neq?(?![A-Za-z])|\u2260|!=", text) is not None
 
 
-def _expressions(text: str) -> list[Any]:
-    """What math-verify reads in one normalised answer; [] if it is no mathematics."""
+def _number(text: str) -> tuple[Fraction, bool, bool] | None:
+    """(value, is it a decimal, is it a percentage) of one normalised rational number; None for anything else."""
+    match = _RATIONAL.fullmatch(text)
+    if match is None:
+        return None
+    sign, decimal, exponent, *fractions, percent = match.groups()
+    if decimal is not None:
+        value = Fraction(decimal) * Fraction(10) ** int(exponent or 0)
+    else:
+        numerator, denominator = (int(digits) for digits in fractions if digits is not None)
+        if denominator == 0:
+            return None
+        value = Fraction(numerator, denominator)
+    return -value if sign else value, decimal is not None and "." in decimal, percent is not None
+
+
+def _same_number(gold: tuple[Fraction, bool, bool], given: tuple[Fraction, bool, bool], policy: str) -> bool:
+    (value, decimal, percent), (other, other_decimal, other_percent) = gold, given
+    rounded = decimal or other_decimal
+    if percent == other_percent:
+        return _close(value, other, rounded)
+    share, plain = (value, other) if percent else (other, value)
+    return _close(share / 100, plain, rounded) or (policy == "optional" and _close(share, plain, rounded))
+
+
+def _close(a: Fraction, b: Fraction, rounded: bool) -> bool:
+    """Equal; or, where one was written as a decimal, equal to 6 places and 6 digits."""
+    return a == b or (rounded and abs(a - b) <= _ROUNDING * min(1, max(abs(a), abs(b))))
+
+
+@lru_cache(_REMEMBERED)
+def _expressions(text: str) -> tuple[Any, ...]:
+    """What math-verify reads in one normalised answer; () if it is no mathematics."""
     found = parse(f"${text}$", extraction_config=[LatexExtractionConfig(boxed_match_priority=-1),
                                                   ExprExtractionConfig()], parsing_timeout=None)
-    return [expression for expression in found if not isinstance(expression, str)]
+    return tuple(expression for expression in found if not isinstance(expression, str))

@@ -1,108 +1,109 @@
-"""Scores responses in verifier processes that can be killed. The one door to rewards for the rest of mrl.
+"""Scores the responses of a group. The one door to rewards for the rest of mrl.
 
-A verifier is code over sampled text: it hangs, crashes and raises. Each call therefore runs in a separate process with
-a deadline, and whatever happens its caller gets exactly one RewardResult.
+Scoring is code over sampled text: it hangs, crashes and raises. Local parts of the reward therefore run in separate
+processes with a deadline, parts behind a server with time-outs of their own; whatever happens, each sample gets exactly
+one RewardResult, and a fault costs that sample the score of that part alone.
 """
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import logging
 import pickle
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import mrl
 from mrl.config import schema
+from mrl.config.rewards import Custom, Part
+from mrl.reward.api import RewardError, Sample
+from mrl.reward.process import GraderProcess, Reply
+from mrl.reward.remote import RemotePart, make_remote
 
-# Importing a verifier's libraries is bounded too, apart from `timeout_s`, which is meant for one call.
+# Importing the libraries of the graders is bounded too, apart from `timeout_s`, which is meant for one call.
 _START_TIMEOUT_S = 120.0
-
-
-class RewardError(RuntimeError):
-    """The verifier itself cannot be started or a reference answer cannot be used: nothing could be scored."""
+# Rewards become float32 numbers.
+_LARGEST = 3.0e38
+_FAULTS = ("timeout", "crash", "error", "invalid")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One score.
+    """The reward of one sample: the sum of weight * score over the parts.
 
-    error: why it is 0 for another reason than a wrong answer, else None.
-    extracted: the answer that was found in the response; None if none was, and always for custom functions.
+    error: what went wrong, by part, where a score is 0 for another reason than the response, else None.
+    extracted: the answer that the first part to look for one found; None if none did.
+    parts: the score of every part, before its weight.
     """
 
     reward: float
     error: str | None = None
     extracted: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardPool:
-    """`reward.processes` verifier processes, started when first needed and replaced when they die.
+    """`reward.processes` grader processes, started when first needed and replaced when they die, and the remote parts.
 
     Made to live in any asyncio program (a Ray actor among them): all blocking work is done in threads of its own, one
     a process, and processes are started afresh, never forked from the caller.
     """
 
     def __init__(self, reward: schema.Reward):
-        self._reward = reward
+        self._parts: dict[str, Part] = dict(reward.parts)
+        self._remote: dict[str, RemotePart] = {
+            name: make_remote(name, part) for name, part in self._parts.items() if part.remote}
+        self._local = {name: part.model_dump() for name, part in self._parts.items() if not part.remote}
         self._threads = ThreadPoolExecutor(reward.processes, thread_name_prefix="reward")
-        self._slots: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        self._slots: queue.LifoQueue[GraderProcess | None] = queue.LifoQueue()
         for _ in range(reward.processes):
             self._slots.put(None)
         self._lock = threading.Lock()
-        self._running: set[_Process] = set()
-        self._closed = False
+        self._running: set[GraderProcess] = set()
+        self._warned = self._closed = False
         self._counts: Counter[str] = Counter()
 
-    async def score(self, prompt: Any, response_text: str, answer: Any, sample: Mapping[str, Any]) -> RewardResult:
-        """Score one response; results come back to their own callers, whatever order they finish in.
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Score responses to one prompt; results are in the order of the samples, whatever order they finish in.
 
-        A verifier that hangs, crashes, raises or returns no finite number gives reward 0 with `error` set, counted
-        in `metrics()`. Time spent waiting for a free process does not count against `timeout_s`.
-
-        Raises:
-            RewardError: the verifier cannot be started, or the pool is closed.
-        """
-        reply = await self._submit("score", prompt, response_text, answer, dict(sample))
-        self._counts["calls"] += 1
-        if "reward" in reply:
-            return RewardResult(reply["reward"], extracted=reply["extracted"])
-        [(fault, message)] = reply.items()
-        self._counts[fault] += 1
-        return RewardResult(0.0, f"{fault}: {message}")
-
-    async def check_answers(self, answers: Sequence[Any]) -> None:
-        """Start the verifier and check every reference answer before a run.
+        A part that hangs, crashes, raises or gives no finite number scores 0 for that sample, is counted in `metrics()`
+        and logged with the sample's name. Time spent waiting for a free process does not count against `timeout_s`.
 
         Raises:
-            RewardError: naming the 0-based rows whose answer this reward cannot compare with (the first ten).
+            RewardError: a grader cannot be started, or the pool is closed.
         """
-        replies = await asyncio.gather(*(self._submit("check", answer) for answer in answers))
-        broken = [f"row {row}: {next(iter(reply.values()))}" for row, reply in enumerate(replies)
-                  if "reward" not in reply]
-        if broken:
-            raise RewardError(f"{len(broken)} reference answers are unusable for reward.kind {self._reward.kind}:\n  "
-                              + "\n  ".join(broken[:10]))
+        columns = await asyncio.gather(*(self._grade(name, samples) for name in self._parts))
+        return [self._combined(sample, dict(zip(self._parts, replies)))
+                for sample, replies in zip(samples, zip(*columns, strict=True), strict=True)]
+
+    async def check_answers(self, rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+        """Start the graders, and check every (reference answer, row) before a run.
+
+        Raises:
+            RewardError: a server does not answer, or naming the 0-based rows whose answer a part cannot compare with
+                (the first ten).
+        """
+        await asyncio.gather(*(remote.probe() for remote in self._remote.values()))
+        for name in self._local:
+            part = self._parts[name]
+            checked = rows if part.checks_answers else rows[:1]
+            replies = await asyncio.gather(*(self._submit("check", name, row) for row in checked))
+            broken = [f"row {index}: {next(iter(reply.values()))}" for index, reply in enumerate(replies)
+                      if reply != {"checked": True}]
+            if broken:
+                raise RewardError(f"{len(broken)} reference answers are unusable for the part {name!r} of the reward "
+                                  f"(kind {part.kind}):\n  " + "\n  ".join(broken[:10]))
 
     def metrics(self) -> dict[str, int]:
-        """Counts since the start: calls, and of these timeout, crash, error (exception) and invalid (no number)."""
-        return {name: self._counts[name] for name in ("calls", "timeout", "crash", "error", "invalid")}
+        """Counts since the start: calls (samples times parts), and of these timeout, crash, error and invalid."""
+        return {name: self._counts[name] for name in ("calls", *_FAULTS)}
 
     def close(self) -> None:
-        """Kill all verifier processes and wait for them; calls in progress raise RewardError. May be called twice."""
+        """Kill all processes and wait for them; calls in progress raise RewardError. May be called twice."""
         with self._lock:
             self._closed = True
             running = list(self._running)
@@ -112,18 +113,48 @@ class RewardPool:
         for process in running:
             self._forget(process)
 
-    async def _submit(self, *request: Any) -> dict[str, Any]:
+    async def _grade(self, name: str, samples: Sequence[Sample]) -> list[Mapping[str, Any]]:
+        """One reply a sample: {"score", "extracted"}, or {fault: reason}."""
+        part = self._parts[name]
+        if name in self._remote:
+            return await self._remote[name].grade(samples)
+        if isinstance(part, Custom) and part.batch:
+            replies = await self._submit("batch", name, list(samples))
+            return replies if isinstance(replies, list) else [replies] * len(samples)
+        return await asyncio.gather(*(self._submit("grade", name, sample) for sample in samples))
+
+    def _combined(self, sample: Sample, replies: Mapping[str, Mapping[str, Any]]) -> RewardResult:
+        scores, errors = {}, []
+        for name, reply in replies.items():
+            self._counts["calls"] += 1
+            scores[name] = reply.get("score", 0.0)
+            if "score" not in reply:
+                [(fault, reason)] = reply.items()
+                self._counts[fault] += 1
+                errors.append(f"{name}: {fault}: {reason}")
+        reward = sum(part.weight * scores[name] for name, part in self._parts.items())
+        if not abs(reward) < _LARGEST:
+            self._counts["invalid"] += 1
+            errors.append(f"invalid: the weighted sum of {scores} is too large")
+            reward = 0.0
+        for error in errors:
+            _log.warning("reward of %s: %s", sample.name or "a sample", error)
+        extracted = next((reply["extracted"] for reply in replies.values() if reply.get("extracted")), None)
+        return RewardResult(reward, "; ".join(errors) or None, extracted, scores)
+
+    async def _submit(self, operation: str, name: str, content: Any) -> Reply:
         if self._closed:
             raise RewardError("the reward pool is closed")
-        return await asyncio.wrap_future(self._threads.submit(self._call, pickle.dumps(request)))
+        request = pickle.dumps((operation, name, content))
+        return await asyncio.wrap_future(self._threads.submit(self._call, request, self._parts[name].timeout_s))
 
-    def _call(self, request: bytes) -> dict[str, Any]:
+    def _call(self, request: bytes, timeout_s: float) -> Reply:
         """One request on a free process, in a thread. There are as many threads as slots, so one is always free."""
         process = self._slots.get()
         try:
             if process is None:
                 process = self._start()
-            reply = process.ask(request, self._reward.timeout_s)
+            reply = process.ask(request, timeout_s)
             if process.dead:
                 self._forget(process)
                 process = None
@@ -133,76 +164,28 @@ class RewardPool:
         finally:
             self._slots.put(process)
 
-    def _start(self) -> _Process:
+    def _start(self) -> GraderProcess:
         with self._lock:
             if self._closed:
                 raise RewardError("the reward pool is closed")
-            process = _Process(self._reward)
+            process = GraderProcess(self._local, max(self._parts[name].timeout_s for name in self._local))
             self._running.add(process)
-        ready = process.receive(_START_TIMEOUT_S)
-        if "ready" in ready:
+        answer = process.start(_START_TIMEOUT_S)
+        if "ready" in answer:
+            self._warn(answer["ready"])
             return process
         process.kill()
         self._forget(process)
-        reason = next(iter(ready.values()))
-        raise RewardError(f"the verifier (reward.kind {self._reward.kind}) does not start: {reason}")
+        raise RewardError(f"the reward cannot be started: {next(iter(answer.values()))}")
 
-    def _forget(self, process: _Process) -> None:
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Once, not for every process that is replaced."""
+        with self._lock:
+            warned, self._warned = self._warned, True
+        for warning in () if warned else warnings:
+            _log.warning(warning)
+
+    def _forget(self, process: GraderProcess) -> None:
         with self._lock:
             self._running.discard(process)
         process.disconnect()
-
-
-class _Process:
-    """One verifier process and the socket to it."""
-
-    def __init__(self, reward: schema.Reward):
-        ours, theirs = socket.socketpair()
-        # A process that does not read must not hold up a large request for ever either.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, int(reward.timeout_s)), 0))
-        package_root = str(Path(mrl.__file__).resolve().parent.parent)
-        search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-P", "-m", "mrl.reward.worker", str(theirs.fileno()), reward.kind]
-        with theirs:
-            # A process group of its own, so that a kill takes along what the verifier started.
-            self._popen = subprocess.Popen(
-                command + ([reward.function] if reward.function else []), pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"PYTHONPATH": search_path})
-        self._connection = Connection(ours.detach())
-        self._reaping = threading.Lock()
-        self.dead = False
-
-    def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for the reply; the process is dead if that is a timeout or a crash."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._connection.send_bytes(request)
-        except OSError:
-            return self._crashed()
-        return self.receive(deadline - time.monotonic())
-
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            if not self._connection.poll(max(0.0, timeout_s)):
-                self.kill()
-                return {"timeout": f"no result within {timeout_s:.1f} s, the verifier process was killed"}
-            return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            return self._crashed()
-
-    def kill(self) -> None:
-        """End the process and its group, and reap it. Safe from any thread, any number of times."""
-        self.dead = True
-        with self._reaping:
-            # Once reaped, its number may belong to somebody else.
-            if self._popen.returncode is None:
-                os.killpg(self._popen.pid, signal.SIGKILL)
-                self._popen.wait()
-
-    def disconnect(self) -> None:
-        """Free the socket. Only once no thread is in `ask` or `receive`."""
-        self._connection.close()
-
-    def _crashed(self) -> dict[str, Any]:
-        self.kill()
-        return {"crash": f"the verifier process died (exit status {self._popen.returncode})"}

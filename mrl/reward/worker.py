@@ -1,7 +1,7 @@
-"""What runs inside a verifier process: `python -m mrl.reward.worker FD KIND [FUNCTION]`.
+"""What runs inside a grader process: `python -m mrl.reward.worker FD`.
 
-Requests arrive pickled over the socket FD, replies go back as JSON; end-of-file ends the process. Standard output is
-the verifier's own to print to, so it is no part of the protocol.
+Requests arrive pickled over the socket FD (the first is the parts of the reward), replies go back as JSON; end-of-file
+ends the process. Standard output is the graders' own to print to, so it is no part of the protocol.
 """
 from __future__ import annotations
 
@@ -15,95 +15,89 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
+
+from mrl.reward.api import Grade, Grader
+from mrl.reward.graders import make_grader
 
 _PR_SET_PDEATHSIG = 1
 # Sampled text such as 9^{9^{9^9}} makes a computer-algebra system fill the machine before its time is up.
-_MATH_MEMORY_BYTES = 4 << 30
+_MEMORY_BYTES = 4 << 30
 
 
-def main(fd: int, kind: str, function: str | None) -> None:
-    """Serve requests ("score", prompt, response, answer, row) and ("check", answer) until end-of-file."""
+def main(fd: int) -> None:
+    """Answer requests until end-of-file.
+
+    ("grade", part, sample), ("batch", part, samples) and ("check", part, (answer, row)).
+    """
     _die_with_parent()
     os.set_inheritable(fd, False)
     connection = Connection(fd)
+    graders: dict[str, Grader] = {}
+    _answer(connection, lambda parts: {"ready": _make(parts, graders)})
+    while _answer(connection, lambda request: _reply(request, graders)):
+        pass
+
+
+def _answer(connection: Connection, work: Callable[[Any], Any]) -> bool:
+    """Serve one request; False at end-of-file. An exception, SystemExit too, is a reply and not the process' end."""
     try:
-        verifier = _verifier(kind, function)
+        request = connection.recv_bytes()
+    except EOFError:
+        return False
+    try:
+        reply = work(pickle.loads(request))
     except BaseException as error:
-        connection.send_bytes(json.dumps({"broken": _describe(error)}).encode())
-        return
-    connection.send_bytes(json.dumps({"ready": True}).encode())
-    while True:
+        reply = {"error": _describe(error)}
+    connection.send_bytes(json.dumps(reply).encode())
+    return True
+
+
+def _make(parts: Mapping[str, Mapping[str, Any]], graders: dict[str, Grader]) -> list[str]:
+    """Fill `graders`; returns what the user should be warned of."""
+    # A function of the user's may need more, or libraries that reserve more than they use.
+    if all(part["kind"] != "custom" for part in parts.values()):
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    for name, part in parts.items():
         try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(json.dumps(_reply(request, verifier)).encode())
+            graders[name] = make_grader(part)
+        except BaseException as error:
+            raise RuntimeError(f"part {name!r} (kind {part['kind']}): {_describe(error)}") from error
+    return [f"reward part {name!r}: {warning}" for name, grader in graders.items() for warning in grader.warnings()]
 
 
-class _Verifier(NamedTuple):
-    score: Callable[[Any, str, Any, Mapping[str, Any]], Any]
-    """(prompt, response, answer, row) -> reward"""
-    extract: Callable[[str], str | None]
-    """response -> the answer in it, for people to read"""
-    check: Callable[[Any], None]
-    """Raises if a reference answer is unusable."""
+def _reply(request: tuple[str, str, Any], graders: Mapping[str, Grader]) -> Any:
+    operation, name, content = request
+    grader = graders[name]
+    if operation == "check":
+        grader.check(*content)
+        return {"checked": True}
+    if operation == "batch":
+        return [_checked(Grade(score)) for score in grader.grade_batch(content)]
+    return _checked(grader.grade(content))
 
 
-def _verifier(kind: str, function: str | None) -> _Verifier:
-    """The verifier of a kind; only that kind's libraries are imported."""
-    if kind == "custom":
-        from mrl.reward import custom
-        return _Verifier(custom.load(function or ""), lambda response: None, lambda answer: None)
-    if kind == "exact":
-        from mrl.reward import exact as rules
-    elif kind == "math":
-        _limit_memory(_MATH_MEMORY_BYTES)
-        from mrl.reward import math as rules
-    else:
-        raise ValueError(f"reward.kind {kind!r} is unknown: use math, exact or custom")
-    return _Verifier(lambda prompt, response, answer, row: rules.score(response, answer),
-                     rules.extract_answer, rules.check_gold)
-
-
-def _reply(request: bytes, verifier: _Verifier) -> dict[str, Any]:
-    try:
-        operation, *arguments = pickle.loads(request)
-        if operation == "check":
-            verifier.check(*arguments)
-            return {"reward": 0.0}
-        value = verifier.score(*arguments)
-        _, response, *_ = arguments
-        extracted = verifier.extract(response)
-    # SystemExit and the like are a verifier's faults too, and must not end the process unexplained.
-    except BaseException as error:
-        return {"error": _describe(error)}
-    return _checked(value, extracted)
-
-
-def _checked(value: Any, extracted: str | None) -> dict[str, Any]:
+def _checked(grade: Grade) -> dict[str, Any]:
+    value = grade.score
     if not hasattr(type(value), "__float__"):
         return {"invalid": f"the reward function returned {value!r:.200} ({type(value).__name__}), not a number"}
     try:
-        reward = float(value)
+        score = float(value)
     except Exception as error:
         return {"invalid": f"the reward function returned a {type(value).__name__}, not a number: {_describe(error)}"}
-    if not math.isfinite(reward):
-        return {"invalid": f"the reward function returned {reward}, which is not finite"}
-    return {"reward": reward, "extracted": extracted}
+    if not math.isfinite(score):
+        return {"invalid": f"the reward function returned {score}, which is not finite"}
+    return {"score": score, "extracted": grade.extracted}
 
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def _limit_memory(limit: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
 def _die_with_parent() -> None:
-    """End this process when its parent does, even while a verifier hangs and nobody reads the socket."""
+    """End this process when its parent does, even while a grader hangs and nobody reads the socket."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -112,4 +106,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+    main(int(sys.argv[1]))

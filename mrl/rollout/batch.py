@@ -136,7 +136,10 @@ def distillation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
-    """What the sampled batch was like. `accuracy` is the share of samples with full marks (reward ≥ 1)."""
+    """What the sampled batch was like. `accuracy` is the share of samples with full marks (reward ≥ 1).
+
+    reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could not score.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories]
     lengths = [t.response_length for t in trajectories]
@@ -145,6 +148,8 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
         "reward/mean": sum(rewards) / n,
         "reward/max": max(rewards),
         "reward/min": min(rewards),
+        **{f"reward/{part}": sum(t.reward_parts[part] for t in trajectories) / n
+           for part in trajectories[0].reward_parts},
         "reward/errors": sum(t.reward_error is not None for t in trajectories),
         "rollout/accuracy": sum(r >= 1 for r in rewards) / n,
         "rollout/response_length": sum(lengths) / n,

@@ -32,8 +32,9 @@ class Trajectory:
 
     tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
-    teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without a teacher;
-    finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found.
+    teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without one;
+    finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found;
+    reward: the weighted sum of reward_parts (scores by name of the part); reward_error: what went wrong in scoring.
     """
 
     tokens: np.ndarray
@@ -46,6 +47,7 @@ class Trajectory:
     reward_error: str | None = None
     extracted: str | None = None
     teacher_log_prob: np.ndarray | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def response_length(self) -> int:

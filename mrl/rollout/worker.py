@@ -1,6 +1,6 @@
 """The rollout worker: turns group requests into groups of scored trajectories, off the trainers' interpreter.
 
-A Ray actor on CPU. It owns the prompts, the tokenizer and the verifiers, and reaches engines only through their gates.
+A Ray actor on CPU. It owns the prompts, the tokenizer and the graders, and reaches engines only through their gates.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
 from mrl.data.tokenize import PromptEncoder
 from mrl.engine.api import GenerateRequest, Version
+from mrl.reward.api import Sample
 from mrl.reward.pool import RewardPool
 from mrl.rollout.router import Router
 from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
@@ -39,7 +40,8 @@ class Source:
 class RolloutWorker:
     """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
 
-    def __init__(self, experiment: Experiment, find_engines: Callable[[], list], find_teachers: Callable[[], list] = list):
+    def __init__(self, experiment: Experiment, find_engines: Callable[[], list],
+                 find_teachers: Callable[[], list] = list):
         """`find_…` gives the handles of gates: a worker that Ray restarts must find them anew."""
         self.experiment = experiment
         self.router = Router(find_engines(), experiment.loop.collect_timeout_s)
@@ -122,7 +124,7 @@ class RolloutWorker:
             at_least = max(versions)
         group.finished = time.time()
         taught = group.trajectories if self.teachers.engines and request.kind == "train" else []
-        await asyncio.gather(*(self._score(source, row, t) for t in group.trajectories), *map(self._teach, taught))
+        await asyncio.gather(self._score(source, row, request, group.trajectories), *map(self._teach, taught))
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
@@ -146,11 +148,13 @@ class RolloutWorker:
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
                           self.encoder.decode(completion.token_ids))
 
-    async def _score(self, source: Source, row: dict, trajectory: Trajectory) -> None:
-        data = source.data
-        result = await source.rewards.score(
-            row[data.prompt_key], trajectory.response_text, row[data.answer_key], row)
-        trajectory.reward, trajectory.reward_error, trajectory.extracted = result.reward, result.error, result.extracted
+    async def _score(self, source: Source, row: dict, request: GroupRequest, trajectories: list[Trajectory]) -> None:
+        data, group = source.data, f"{request.kind} group {request.group_id} (row {request.prompt_index})"
+        samples = [Sample(row[data.prompt_key], t.response_text, row[data.answer_key], row, t.response_length,
+                          name=f"sample {i} of {group}") for i, t in enumerate(trajectories)]
+        for t, result in zip(trajectories, await source.rewards.score(samples), strict=True):
+            t.reward, t.reward_error, t.extracted = result.reward, result.error, result.extracted
+            t.reward_parts = dict(result.parts)
 
     async def _teach(self, trajectory: Trajectory) -> None:
         log_probs = np.array(await self.teachers.score(trajectory.tokens.tolist()), np.float32)
@@ -165,7 +169,7 @@ class RolloutWorker:
 
     async def _read(self, source: Source, path: str, max_prompts: int | None) -> None:
         rows = load_prompts(path, source.data, source.subset_key)
-        await source.rewards.check_answers([row[source.data.answer_key] for row in rows])
+        await source.rewards.check_answers([(row[source.data.answer_key], row) for row in rows])
         model = self.experiment.model
         encoder = self.encoder if source.data == self.experiment.data else (
             PromptEncoder(model.path, source.data, model.chat_template))

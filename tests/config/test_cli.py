@@ -144,10 +144,10 @@ def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
     content = read_file(path).data
-    here = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in content["eval"]["datasets"]]
+    here = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in content.get("eval", {}).get("datasets", {})]
     here += [f"teacher.path={folder}/model"] if "teacher" in content else []
     result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl", *here,
-                    f"rollout.python={folder}/python")
+                    "data.answer_key=answer", f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
     for first in ("trainer", "rollout", "samples a step", "links"):
         assert row(result.output, first)[1]
@@ -241,7 +241,8 @@ def test_export_of_no_checkpoint(invoke, monkeypatch):
 
 def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, monkeypatch):
     seen = []
-    fake_module(monkeypatch, "mrl.evaluation.command", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
+    fake_module(monkeypatch, "mrl.evaluation.command",
+                evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
     fake_module(monkeypatch, "mrl.trainer.export",
                 export_run=lambda run, step, out: out.mkdir() or out)
     other = folder / "other"

@@ -227,13 +227,10 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
     (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
      "4 optimizer steps"),
-    (["reward.kind=custom"], "reward.function", "path.py:function"),
-    (["reward.kind=custom", "reward.function=mine.py"], "reward.function", "path.py:function"),
-    (["reward.kind=custom", "reward.function='mine.py:no name'"], "reward.function", "path.py:function"),
-    (["reward.function=mine.py:score"], "reward.function", "set reward.kind: custom"),
     (["eval.datasets.long={path: x, sampling: {max_response_tokens: 250}}"],
      "eval.datasets.long.sampling.max_response_tokens", "at most 240"),
-    (["eval.datasets.own={path: x, reward: {kind: custom}}"], "eval.datasets.own.reward.function", "'path.py:function'"),
+    (["eval.datasets.own={path: x, reward: {kind: custom, function: mine}}"],
+     "eval.datasets.own.reward.parts.custom.function", "'path.py:function'"),
     (["eval.every=2"], "eval.datasets", "eval.every is 2"),
 ])
 def test_settings_against_each_other(experiment_file, hf_config, overrides, key, words):

@@ -1,9 +1,10 @@
-"""docs/configuration.md lists exactly the keys there are."""
+"""docs/configuration.md and docs/rewards.md list exactly the keys there are."""
 from pathlib import Path
 
-from mrl.config.keys import Key, leaf_keys
+from mrl.config.keys import Key, leaf_keys, part_keys
+from mrl.config.rewards import KINDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def row(key: Key) -> str:
@@ -11,6 +12,19 @@ def row(key: Key) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def rows_in(page: str, start: str) -> list[str]:
+    return [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith(start)]
+
+
 def test_the_table_of_keys_is_current():
-    listed = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    assert listed == [row(key) for key in leaf_keys()]
+    assert rows_in("configuration.md", "| `") == [row(key) for key in leaf_keys()]
+
+
+def test_the_table_of_the_keys_of_a_reward_is_current():
+    listed = [line for line in rows_in("rewards.md", "| ") if line.count(" | `") == 2]
+    assert listed == [f"| {kinds} {row(key)}" for kinds, key in part_keys()]
+
+
+def test_every_kind_of_reward_is_explained():
+    explained = [line.split("`")[1] for line in rows_in("rewards.md", "| `")]
+    assert explained[:len(KINDS)] == list(KINDS)

@@ -80,18 +80,18 @@ def test_all_violations_at_once(content, write):
     content["eval"] = {"datasets": {"a": {"path": "${env:MRL_TEST_UNSET}/heldout.jsonl"}}}
     del content["batch"]["samples_per_prompt"]
     found = problems_of(write(content), ["loop.steps=-1", "no-equals-sign", "rollout.args=["])
-    assert set(found) == {"model.dtype", "nam", "eval.datasets.a.path", "batch.samples_per_prompt", "loop.steps", "override",
-                          "rollout.args"}
+    assert set(found) == {"model.dtype", "nam", "eval.datasets.a.path", "batch.samples_per_prompt", "loop.steps",
+                          "override", "rollout.args"}
 
 
 def test_faults_inside_a_named_data_set(experiment_file):
     found = problems_of(experiment_file, [
-        "eval.datasets.a.pth=x", "eval.datasets.a.sampling.temperatur=0", "eval.datasets.a.reward.kinds=math",
+        "eval.datasets.a.pth=x", "eval.datasets.a.sampling.temperatur=0", "eval.datasets.a.reward.proceses=2",
         "eval.datasets.b.samples_per_prompt=0", "eval.datasets.c=x"])
     assert "eval.datasets.a.path" in found and "held-out prompts" in found["eval.datasets.a.path"].allowed
     assert found["eval.datasets.a.pth"].remedy == "did you mean eval.datasets.a.path?"
     assert found["eval.datasets.a.sampling.temperatur"].remedy == "did you mean eval.datasets.a.sampling.temperature?"
-    assert found["eval.datasets.a.reward.kinds"].remedy == "did you mean eval.datasets.a.reward.kind?"
+    assert found["eval.datasets.a.reward.proceses"].remedy == "did you mean eval.datasets.a.reward.processes?"
     assert found["eval.datasets.b.samples_per_prompt"].allowed == "an integer > 0"
     assert "a mapping of names" in found["eval.datasets.c"].allowed
 
@@ -129,7 +129,8 @@ def test_exponents_are_numbers_and_dates_are_strings(content, write):
 
 def test_override_values_are_yaml_and_the_last_wins(experiment_file):
     exp = load_experiment(experiment_file, [
-        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "model.chat_template=null", "trainer.parallel={pp: 2}",
+        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "model.chat_template=null",
+        "trainer.parallel={pp: 2}",
         "data.system_prompt=", "data.prompt_suffix='x=y'"])
     assert exp.loop.steps == 9
     assert exp.rollout.args == ["--a", "b=c"]
@@ -210,9 +211,9 @@ def test_relative_paths_start_at_the_current_directory(content, write, folder, m
     assert exp.model.chat_template == str(folder / "here" / "chat.jinja")
     assert exp.data.train == "hf:owner/name"
     assert exp.eval.datasets["a"].path == str(folder / "home" / "heldout.jsonl")
-    assert exp.eval.datasets["a"].reward.function == f"{folder}/here/mine.py:other"
+    assert exp.eval.datasets["a"].reward.parts["custom"].function == f"{folder}/here/mine.py:other"
     assert exp.eval.datasets["b"].path == "hf:owner/other" and exp.eval.datasets["b"].reward is None
-    assert exp.reward.function == f"{folder}/here/mine.py:score"
+    assert exp.reward.parts["custom"].function == f"{folder}/here/mine.py:score"
     assert exp.rollout.python == "python3"  # looked up on PATH
     assert exp.log.dir == str(folder / "here" / "runs")
 

@@ -25,7 +25,7 @@ def test_may_differ(experiment_file, override):
 
 @pytest.mark.parametrize("override", [
     "name=other", "seed=2", "model.path=other", "model.dtype=bfloat16", "data.train=other.jsonl",
-    "data.shuffle=false", "reward.kind=math", "algorithm.kl.coef=0.1", "batch.prompts_per_step=16",
+    "data.shuffle=false", "algorithm.kl.coef=0.1", "batch.prompts_per_step=16",
     "trainer.parallel.tp=1", "trainer.optimizer.lr=1e-3", "rollout.parallel.tp=2", "rollout.sampling.temperature=0.7",
     "loop.mode=colocated_sync", "cluster.device=cuda", "cluster.trainer_gpus=4", "cluster.rollout_gpus=2",
 ])
@@ -34,10 +34,16 @@ def test_must_not_differ(experiment_file, override):
 
 
 def test_every_difference_is_named_with_both_values(experiment_file):
-    texts = changed(experiment_file, "seed=2", "reward.kind=math", "loop.steps=9")
-    assert list(texts) == ["seed", "reward.kind"]
-    assert "reward.kind = \"math\"" in texts["reward.kind"] and "\"exact\", as in the run" in texts["reward.kind"]
+    texts = changed(experiment_file, "seed=2", "model.mtp=keep", "loop.steps=9")
+    assert list(texts) == ["seed", "model.mtp"]
+    assert "model.mtp = \"keep\"" in texts["model.mtp"] and "\"drop\", as in the run" in texts["model.mtp"]
     assert "another run directory" in texts["seed"]
+
+
+def test_parts_of_the_reward_that_differ(experiment_file):
+    assert list(changed(experiment_file, "reward.kind=math")) == ["reward.parts.exact", "reward.parts.math"]
+    texts = changed(experiment_file, "reward.ignore_case=true")
+    assert list(texts) == ["reward.parts.exact.ignore_case"] and "false, as in the run" in str(texts)
 
 
 def test_the_resolved_file_resumes_itself(experiment_file, folder):

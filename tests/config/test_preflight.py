@@ -88,7 +88,8 @@ def test_missing_chat_template(experiment_file, folder):
 
 
 def test_missing_reward_file(experiment_file, folder):
-    text = found(experiment_file, "reward.kind=custom", f"reward.function={folder}/mine.py:score")["reward.function"]
+    text = found(experiment_file, "reward.kind=custom", f"reward.function={folder}/mine.py:score")[
+        "reward.parts.custom.function"]
     assert f"no such file: {folder}/mine.py" in text
 
 
@@ -138,8 +139,9 @@ def test_evaluation_looks_at_what_it_uses(experiment_file, folder):
                      f"eval.datasets.heldout.path={folder}/heldout.jsonl"]
     assert found(experiment_file, *training_only, preflight=preflight_evaluation) == {}
     problems = found(experiment_file, "rollout.python=nopython-anywhere", "rollout.parallel.tp=2",
-                     "reward.kind=custom", preflight=preflight_evaluation)
-    assert set(problems) == {"eval.datasets", "rollout.python", "cluster.rollout_gpus", "reward.function"}
+                     "reward.kind=custom", "reward.function=mine", preflight=preflight_evaluation)
+    assert set(problems) == {"eval.datasets", "rollout.python", "cluster.rollout_gpus",
+                             "reward.parts.custom.function"}
     assert "held-out data set" in problems["eval.datasets"]
 
 

@@ -84,7 +84,7 @@ def test_a_file_that_is_no_parquet(write):
 def test_a_missing_file_and_an_unknown_ending(write, tmp_path):
     with pytest.raises(DataError, match="absent.jsonl does not exist.*correct the path"):
         load_prompts(str(tmp_path / "absent.jsonl"), data())
-    with pytest.raises(DataError, match=r"unknown ending '\.csv'.*\.jsonl, \.parquet or hf:"):
+    with pytest.raises(DataError, match=r"unknown ending '\.csv'.*\.jsonl, \.parquet, hf:"):
         load_prompts(write("a,b", "rows.csv"), data())
 
 

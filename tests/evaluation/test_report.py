@@ -71,6 +71,14 @@ def test_a_reward_that_extracts_nothing_has_no_majority():
     assert "acc/maj@2/mean" not in names and "acc/best@2/mean" in names
 
 
+def test_each_part_of_a_reward_that_has_several():
+    groups = [evaluated(0, [RIGHT, ("5", 0.5)])]
+    for t, short in zip(groups[0].trajectories, (0.25, 0.75)):
+        t.reward_parts = {"right": t.reward, "short": short}
+    results = report_of(groups).results
+    assert (results["reward/right/mean@2"].value, results["reward/short/mean@2"].value) == (0.75, 0.5)
+
+
 def test_metrics_of_subsets_and_intervals_have_paths_of_their_own():
     numbers = flat_metrics({"math": report_of(GROUPS, subset_key="level")})
     assert numbers["eval/math/acc/mean@4"] == pytest.approx(0.375)
@@ -97,5 +105,5 @@ def test_every_sample_is_saved(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "samples" / "math.jsonl").read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(p, i) for p in range(2) for i in range(4)]
     assert rows[3] == {"prompt": "p0", "answer": "a", "row": 0, "subset": "easy", "sample": 3, "response": "text",
-                       "extracted": None, "reward": 0.0, "correct": False, "reward_error": None,
+                       "extracted": None, "reward": 0.0, "reward_parts": {}, "correct": False, "reward_error": None,
                        "finish_reason": "length", "tokens": 4, "version": "0:0"}

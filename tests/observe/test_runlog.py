@@ -67,3 +67,15 @@ def test_a_failed_push_names_the_engine(log, tmp_path):
     progress = (tmp_path / "progress.log").read_text()
     assert "engine 1 did not take the weights of step 4: broken" in progress and "engine 2" in progress
     assert "engine 0" not in progress
+
+
+def test_samples_that_could_not_be_scored_are_named(log, tmp_path):
+    groups = [group(i, [0.0] * 3) for i in range(3)]
+    for broken in groups[1:]:
+        for trajectory in broken.trajectories:
+            trajectory.reward_error, trajectory.reward_parts = "math: timeout: too long", {"math": 0.0}
+    log.trajectories("step_000002", groups)
+    said = (tmp_path / "progress.log").read_text()
+    assert "step_000002: sample 2 of group 1 (row 1) could not be scored: math: timeout: too long" in said
+    assert said.count("could not be scored") == 5 and "nor could 1 others" in said
+    assert lines(tmp_path / "trajectories" / "step_000002.jsonl")[1]["reward_parts"] == {"math": 0.0}

@@ -1,17 +1,19 @@
 """The exact reward."""
+from types import SimpleNamespace
+
 import pytest
 
-from mrl.reward.exact import check_gold, score
+from mrl.reward.api import Sample
+from mrl.reward.exact import ExactGrader
 
-
-@pytest.mark.parametrize("response, answer, expected", [
-    ("42", "42", 1.0), (" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("is 42", "42", 0.0),
-    ("", "42", 0.0)])
-def test_string_equality_once_stripped(response, answer, expected):
-    assert score(response, answer) == expected
+GRADER = ExactGrader(SimpleNamespace(thinking="ignore", ignore_case=False))
 
 
 @pytest.mark.parametrize("answer", ["", "  ", None, 1.5, True, ["42"]])
 def test_unusable_reference_answers(answer):
     with pytest.raises(ValueError, match="reference answer"):
-        check_gold(answer)
+        GRADER.check(answer, {})
+
+
+def test_an_endless_answer_is_not_kept_for_the_vote():
+    assert len(GRADER.grade(Sample("p", "x" * 10**6, "y")).extracted) == 1000

@@ -1,8 +1,15 @@
 """The math reward: extraction rules, spellings of equal answers, and unusable reference answers."""
+from types import SimpleNamespace
+
 import pytest
 
-from mrl.reward import math as math_reward
-from mrl.reward.math import check_gold, extract_answer, is_equal, score
+from mrl.reward.api import Sample
+from mrl.reward.math import MathGrader, check_gold, extract_answer, is_equal
+
+
+def score(response, answer, thinking="ignore", percent="optional", units="ignore"):
+    part = SimpleNamespace(thinking=thinking, percent=percent, units=units)
+    return MathGrader(part).grade(Sample("", response, answer)).score
 
 
 @pytest.mark.parametrize("response, expected", [
@@ -116,4 +123,4 @@ def test_an_unusable_reference_answer_is_an_error_and_never_scores(answer):
 
 
 def test_two_unreadable_answers_are_not_equal():
-    assert not math_reward.is_equal("???", "???")
+    assert not is_equal("???", "???")

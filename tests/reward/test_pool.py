@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema import Reward
-from mrl.reward.pool import RewardError, RewardPool, RewardResult
+from mrl.reward.api import RewardError, Sample
+from mrl.reward.pool import RewardPool, RewardResult
 
 # One function whose behaviour the response chooses.
 MISBEHAVING = r"""
@@ -54,8 +55,8 @@ def custom(tmp_path):
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING)
     pools = []
 
-    def make(**keys):
-        pools.append(RewardPool(Reward(kind="custom", function=f"{tmp_path}/misbehaving.py:reward", **keys)))
+    def make(function="reward", **keys):
+        pools.append(RewardPool(Reward(kind="custom", function=f"{tmp_path}/misbehaving.py:{function}", **keys)))
         return pools[-1]
 
     yield make
@@ -63,11 +64,13 @@ def custom(tmp_path):
         pool.close()
 
 
-def scores(pool, responses, row=None):
-    async def all_of_them():
-        return await asyncio.gather(*(pool.score("p", response, "a", row or {}) for response in responses))
+def scores(pool, responses, row=None, answer="a"):
+    return asyncio.run(pool.score([Sample("p", response, answer, row or {}) for response in responses]))
 
-    return asyncio.run(all_of_them())
+
+async def score_one(pool, response, answer="a", prompt="p"):
+    [result] = await pool.score([Sample(prompt, response, answer)])
+    return result
 
 
 def alive(pid):
@@ -90,8 +93,8 @@ def test_math_through_the_pool():
         results = scores(pool, [r"\boxed{18}", "18", "19"])
         assert [r.reward for r in results] == [0.0, 0.0, 0.0]
         assert [r.extracted for r in results] == ["18", "18", "19"]
-        right = asyncio.run(pool.score("p", r"so \boxed{\frac{36}{2}}", "18", {}))
-        assert right == RewardResult(1.0, error=None, extracted=r"\frac{36}{2}")
+        right = asyncio.run(score_one(pool, r"so \boxed{\frac{36}{2}}", "18"))
+        assert right == RewardResult(1.0, error=None, extracted=r"\frac{36}{2}", parts={"math": 1.0})
         assert pool.metrics() == {"calls": 4, "timeout": 0, "crash": 0, "error": 0, "invalid": 0}
     finally:
         pool.close()
@@ -100,9 +103,9 @@ def test_math_through_the_pool():
 def test_an_expression_too_large_to_evaluate_is_a_counted_zero():
     pool = RewardPool(Reward(kind="math", timeout_s=2))
     try:
-        result = asyncio.run(pool.score("p", r"\boxed{9^{9^{9^{9}}}}", "7", {}))
+        result = asyncio.run(score_one(pool, r"\boxed{9^{9^{9^{9}}}}", "7"))
         assert result.reward == 0.0
-        assert asyncio.run(pool.score("p", r"\boxed{7}", "7", {})).reward == 1.0
+        assert asyncio.run(score_one(pool, r"\boxed{7}", "7")).reward == 1.0
     finally:
         pool.close()
 
@@ -117,7 +120,7 @@ def test_results_go_to_their_own_callers_in_any_order(custom):
 def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
     pool = custom(timeout_s=1.5)
     before, hung, after = scores(pool, ["pid", hang, "pid"])
-    assert hung.reward == 0.0 and hung.error.startswith("timeout")
+    assert hung.reward == 0.0 and hung.error.startswith("custom: timeout")
     assert after.error is None and after.reward != before.reward
     assert not alive(before.reward) and alive(after.reward)
     assert pool.metrics()["timeout"] == 1
@@ -126,7 +129,7 @@ def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
 def test_a_kill_takes_what_the_verifier_started(custom, tmp_path):
     pool = custom(timeout_s=1.5)
     [result] = scores(pool, [f"hang_with_child:{tmp_path}/child"])
-    assert result.error.startswith("timeout")
+    assert result.error.startswith("custom: timeout")
     wait_until(lambda: not alive((tmp_path / "child").read_text()))
 
 
@@ -151,7 +154,7 @@ def test_a_fault_is_zero_with_a_reason_and_shifts_nothing(custom, response, faul
     pool = custom()
     first, faulty, last = scores(pool, ["int", response, "sleep:0.01"])
     assert (first.reward, first.error) == (1.0, None)
-    assert faulty.reward == 0.0 and faulty.error.startswith(f"{fault}: ") and words in faulty.error
+    assert faulty.reward == 0.0 and faulty.error.startswith(f"custom: {fault}: ") and words in faulty.error
     assert (last.reward, last.error) == (0.01, None)
     assert pool.metrics()[fault] == 1 and pool.metrics()["calls"] == 3
 
@@ -165,21 +168,21 @@ def test_numbers_rows_and_printing(custom):
 
 def test_a_large_prompt_passes(custom):
     pool = custom()
-    assert asyncio.run(pool.score("x" * 3_000_000, "int", "a", {})).reward == 1.0
+    assert asyncio.run(score_one(pool, "int", prompt="x" * 3_000_000)).reward == 1.0
 
 
 def test_close_leaves_no_process_and_ends_calls_in_progress(custom):
     pool = custom(processes=2, timeout_s=60)
 
     async def close_in_the_middle():
-        pid = int((await pool.score("p", "pid", "a", {})).reward)
-        hanging = asyncio.create_task(pool.score("p", "hang", "a", {}))
+        pid = int((await score_one(pool, "pid")).reward)
+        hanging = asyncio.create_task(score_one(pool, "hang"))
         await asyncio.sleep(0.3)
         pool.close()
         with pytest.raises(RewardError, match="closed"):
             await hanging
         with pytest.raises(RewardError, match="closed"):
-            await pool.score("p", "int", "a", {})
+            await score_one(pool, "int")
         return pid
 
     assert not alive(asyncio.run(close_in_the_middle()))
@@ -192,12 +195,14 @@ def test_a_verifier_dies_with_its_parent_even_while_it_hangs(tmp_path, response)
     parent_source = f"""
 import asyncio, os, signal
 from mrl.config.schema import Reward
+from mrl.reward.api import Sample
 from mrl.reward.pool import RewardPool
 
 async def main():
     pool = RewardPool(Reward(kind="custom", function={str(tmp_path / 'misbehaving.py') + ':reward'!r}, timeout_s=60))
-    print(int((await pool.score("p", "pid", "a", {{}})).reward), flush=True)
-    task = asyncio.create_task(pool.score("p", {response!r}, "a", {{}}))
+    [result] = await pool.score([Sample("p", "pid", "a")])
+    print(int(result.reward), flush=True)
+    task = asyncio.create_task(pool.score([Sample("p", {response!r}, "a")]))
     await asyncio.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -222,7 +227,7 @@ def test_a_verifier_process_starts_without_torch(tmp_path):
         "    return float(any(name in sys.modules for name in ('torch', 'ray', 'pydantic', 'transformers')))\n")
     pool = RewardPool(Reward(kind="custom", function=f"{tmp_path}/modules.py:reward"))
     try:
-        assert asyncio.run(pool.score("p", "r", "a", {})).reward == 0.0
+        assert asyncio.run(score_one(pool, "r")).reward == 0.0
     finally:
         pool.close()
 
@@ -234,7 +239,7 @@ def test_a_reward_file_that_does_not_load_is_an_error_not_a_zero(tmp_path):
         pool = RewardPool(Reward(kind="custom", function=function))
         try:
             with pytest.raises(RewardError, match=words):
-                asyncio.run(pool.score("p", "r", "a", {}))
+                asyncio.run(score_one(pool, "r"))
         finally:
             pool.close()
 
@@ -242,9 +247,9 @@ def test_a_reward_file_that_does_not_load_is_an_error_not_a_zero(tmp_path):
 def test_reference_answers_are_checked_before_the_run_and_rows_named():
     pool = RewardPool(Reward(kind="math"))
     try:
-        asyncio.run(pool.check_answers(["18", r"\frac{1}{2}", 7]))
+        asyncio.run(pool.check_answers([("18", {}), (r"\frac{1}{2}", {}), (7, {})]))
         with pytest.raises(RewardError, match=r"2 reference answers(.|\n)*row 1: (.|\n)*row 3: "):
-            asyncio.run(pool.check_answers(["18", "???", "5", ""]))
+            asyncio.run(pool.check_answers([("18", {}), ("???", {}), ("5", {}), ("", {})]))
     finally:
         pool.close()
 

@@ -102,3 +102,11 @@ def test_a_teachers_opinion_becomes_advantages_and_a_metric():
         assert sequence.advantage.tolist() == pytest.approx(np.where(t.loss_mask, -0.25, 0.0).tolist())
     assert rollout_metrics([taught], Version(0, 1))["distill/reverse_kl"] == pytest.approx(0.25)
     assert "distill/reverse_kl" not in rollout_metrics([group(0, [0, 1])], Version(0, 1))
+
+
+def test_the_mean_of_each_part_of_the_reward():
+    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
+    for score, trajectory in zip((1.0, 0.0, 0.25, 0.75), (t for g in groups for t in g.trajectories)):
+        trajectory.reward_parts = {"right": score, "short": 1.0}
+    metrics = rollout_metrics(groups, Version(0, 0))
+    assert (metrics["reward/right"], metrics["reward/short"], metrics["reward/errors"]) == (0.5, 1.0, 0)

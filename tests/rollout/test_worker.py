@@ -11,7 +11,7 @@ import pytest
 from mrl.data.prompts import DataError
 from mrl.data.seeds import request_seed
 from mrl.engine.api import Completion, EngineClosed, EngineLost, Version
-from mrl.reward.pool import RewardError
+from mrl.reward.api import RewardError
 from mrl.rollout.types import GroupRequest
 from mrl.rollout.worker import RolloutWorker
 from tests.rollout.experiments import experiment
@@ -221,3 +221,15 @@ def test_a_teacher_with_other_tokens_is_refused(make_worker, model, tmp_path):
     worker = make_worker([Gate()], teacher={"path": str(other), "python": "python"})
     with pytest.raises(DataError, match=f"teacher.path {other} has another tokenizer than the model: 2 tokens"):
         asyncio.run(worker.prepare(("train",)))
+
+
+def test_every_part_of_the_reward_is_kept_and_a_fault_names_its_sample(make_worker, tmp_path, caplog):
+    (tmp_path / "f.py").write_text("def broken(prompt, response, answer):\n    raise KeyError('lost')\n")
+    parts = {"right": {"kind": "exact", "weight": 2.0},
+             "short": {"kind": "length", "full": 1, "zero": 5, "weight": 0.5},
+             "broken": {"kind": "custom", "function": f"{tmp_path}/f.py:broken"}}
+    group, = run(make_worker([Gate()], reward={"parts": parts}), [GroupRequest(7, 0, 4, 2, "train")])
+    for t in group.trajectories:
+        assert t.reward_parts == {"right": 1.0, "short": 0.5, "broken": 0.0}  # three tokens
+        assert t.reward == 2.25 and t.reward_error == "broken: error: KeyError: 'lost'"
+    assert "sample 1 of train group 7 (row 0): broken: error: KeyError" in caplog.text

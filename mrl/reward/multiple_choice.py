@@ -1,0 +1,60 @@
+"""The `multiple_choice` reward: the letter that a response settles on."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mrl.reward.api import Grade, Grader, Sample
+from mrl.reward.text import answer_part, last_box, last_tag
+
+if TYPE_CHECKING:
+    from mrl.config.rewards import MultipleChoice
+
+_STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|bf|rm)\b|[${}*_`]|\\[()\[\]]")
+# Before "(B)" in "answer is (B)", "Answer: B", "Final answer - B."
+_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])[\s:*]*", re.IGNORECASE)
+# One letter and perhaps the text of its choice: "B", "(B)", "B.", "B) Paris", "B: 12"; not "B or C", "Because".
+_ONE = re.compile(r"\(?([A-Za-z])(?:\)|[.:)](?=\s|$)|(?![A-Za-z0-9']))\s*(.*)", re.DOTALL)
+_OTHER = re.compile(r"(?:^|\b)(?:and|or|/|&|,)\s*\(?[A-Za-z]\b(?!')\)?(?!\w)", re.IGNORECASE)
+
+
+class MultipleChoiceGrader(Grader):
+    """The response settles on the reference answer's letter: 1, else 0."""
+
+    def __init__(self, part: MultipleChoice):
+        self._part = part
+        self._letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:part.choices]
+
+    def check(self, answer: Any, row: Mapping[str, Any]) -> None:
+        if self._gold(answer) is None:
+            raise ValueError(f"reference answer {answer!r} is none of the letters {self._letters[0]}-"
+                             f"{self._letters[-1]} (key choices: {self._part.choices})")
+
+    def grade(self, sample: Sample) -> Grade:
+        given = self._choice(answer_part(sample.response, self._part.thinking))
+        return Grade(float(given is not None and given == self._gold(sample.answer)), given)
+
+    def _gold(self, answer: Any) -> str | None:
+        found = re.fullmatch(r"\(?([A-Za-z])\)?[.]?", answer.strip()) if isinstance(answer, str) else None
+        return found.group(1).upper() if found and found.group(1).upper() in self._letters else None
+
+    def _choice(self, text: str) -> str | None:
+        """The last box, else the last <answer>, else what the last "answer is" says, else a last line that is a letter.
+
+        Two letters are no choice.
+        """
+        for candidate in (last_box(text), last_tag(text, "answer")):
+            if candidate is not None:
+                return self._single(candidate)
+        if said := list(_SAID.finditer(text)):
+            return self._single(text[said[-1].end():].partition("\n")[0])
+        last_line = _STYLE.sub("", text.strip().rpartition("\n")[2][:200]).strip()
+        return self._single(last_line) if re.fullmatch(r"\(?[A-Za-z]\)?[.]?", last_line) else None
+
+    def _single(self, text: str) -> str | None:
+        found = _ONE.fullmatch(_STYLE.sub("", text[:500]).strip())
+        if found is None or _OTHER.match(found.group(2)):
+            return None
+        letter = found.group(1).upper()
+        return letter if letter in self._letters else None
