@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Optional, Union, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mrl.config.section import Section
 
@@ -173,8 +173,9 @@ def named_parts(reward: dict[str, Any], others: set[str]) -> dict[str, Any]:
     kind. Raises ValueError where both `kind` and `parts` are given.
     """
     if reward.get("kind") is None:
-        return {key: value for key, value in reward.items() if key != "kind"}
+        return reward
     if reward.get("parts") is not None:
         raise ValueError("reward.kind is short for one part, and reward.parts lists all of them: remove one of the two")
-    part = {key: value for key, value in reward.items() if key not in others}
-    return {**{key: reward[key] for key in reward if key in others - {"parts"}}, "parts": {str(reward["kind"]): part}}
+    own = {key: value for key, value in reward.items() if key in others - {"kind", "parts"}}
+    part = {key: value for key, value in reward.items() if key not in own and key != "parts"}
+    return {**own, "parts": {str(reward["kind"]): part}}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mrl.config.algorithm import Algorithm
-from mrl.config.rewards import AnyPart, Math, named_parts
+from mrl.config.rewards import KINDS, AnyPart, Math, named_parts
 from mrl.config.section import Fraction, Section
 from mrl.reshard.layout import Layout
 
@@ -41,12 +41,14 @@ class Data(Section):
 
 
 class Reward(Section):
-    """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`."""
+    """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`, which is what it becomes when it is read."""
 
+    kind: Optional[Literal[tuple(KINDS)]] = Field(
+        None, description="short for `parts` with one part of this kind, whose keys stand here beside it; null: see parts")
     parts: dict[str, AnyPart] = Field(
         {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
         description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
-                    "and their keys. One part may be written without a name: reward: {kind: ...}")
+                    "and their keys")
     processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
 
     @model_validator(mode="before")

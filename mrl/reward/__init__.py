@@ -1,4 +1,4 @@
-"""Verifiers and reward functions, run in processes that can be killed.
+"""Rewards: graders in processes that can be killed, and clients of servers that score.
 
-Verifier processes import this package: what it imports at the top must stay light (no torch, no pydantic).
+Grader processes import this package: what it imports at the top must stay light (no torch, no pydantic).
 """

@@ -87,7 +87,7 @@ def _enter_namespaces(root: bool) -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
 
 
-def _confine(job: dict, uid: "int | None") -> None:
+def _confine(job: dict, uid: int | None) -> None:
     """In the child: a root of its own, a user of its own, no privileges, the limits, and no way back."""
     os.setsid()
     if job["level"] == "namespaces":
@@ -155,7 +155,7 @@ def _drop_capabilities() -> None:
     _checked(_libc.capset(header, none), "capset")
 
 
-def _mount(source: str, target: str, kind: "str | None", flags: int, data: "str | None") -> None:
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None) -> None:
     encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
     _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), data.encode() if data else None), f"mount {target}")
 

@@ -42,6 +42,11 @@ def test_every_difference_is_named_with_both_values(experiment_file):
 
 def test_parts_of_the_reward_that_differ(experiment_file):
     assert list(changed(experiment_file, "reward.kind=math")) == ["reward.parts.exact", "reward.parts.math"]
+    served = ("reward.parts.served.kind=http", "reward.kind=null")
+    moved = ("reward.parts.served.url='http://b'", "reward.parts.served.retries=9", "reward.parts.served.timeout_s=1")
+    problems = resume_problems(load_experiment(experiment_file, [*served, "reward.parts.served.url='http://a'"]),
+                               load_experiment(experiment_file, [*served, *moved]))
+    assert not problems
     texts = changed(experiment_file, "reward.ignore_case=true")
     assert list(texts) == ["reward.parts.exact.ignore_case"] and "false, as in the run" in str(texts)
 

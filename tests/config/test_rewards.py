@@ -43,6 +43,7 @@ def test_the_resolved_file_keeps_every_part(content, write, folder):
 @pytest.mark.parametrize("overrides, key, words", [
     (["reward.kind=exact", "reward.parts.more.kind=math"], "reward", "remove one of the two"),
     (["reward.kind=exakt"], "reward.kind", "did you mean exact?"),
+    (["reward.kind=null", "reward.kinds=math"], "reward.kinds", "did you mean reward.kind?"),
     (["reward.kind=null", "reward.parts.a.kind=maths"], "reward.parts.a.kind", "did you mean math?"),
     (["reward.kind=exact", "reward.ignore_csae=true"], "reward.ignore_csae", "did you mean reward.ignore_case?"),
     (["reward.kind=custom"], "reward.function", "required; a string"),
