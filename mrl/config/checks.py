@@ -12,6 +12,7 @@ from typing import Any, Callable
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
 from mrl.config.reward_checks import check_rewards
+from mrl.config.rollout_checks import check_drawing
 from mrl.config.schema import Experiment, SftExperiment, TrainerParallel
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher
@@ -41,7 +42,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
                 *_check_engines(exp), *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *check_rewards(exp), *check_teacher(exp)]
+                *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))

@@ -71,7 +71,10 @@ def _sample(experiment: Experiment, run_dir: Path, console: Console) -> list[Gro
             def beat() -> None:
                 status.update(f"{len(service.groups['eval'])} of {sum(service.heldout.values())} prompts sampled")
 
-            service.wait(beat)
+            try:
+                service.wait(beat)
+            finally:
+                service.close()
             return service.take("eval")
 
 

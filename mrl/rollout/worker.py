@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Callable, Sequence
 
 import numpy as np
 
+from mrl.algorithm.shaping import overlong_penalty
 from mrl.config.schema import Data, EvalDataset, Experiment, Sampling
 from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
@@ -51,7 +53,7 @@ class RolloutWorker:
         self.sources = {"": Source(experiment.data, self.rewards, experiment.rollout.sampling)} | {
             name: self._heldout(dataset) for name, dataset in experiment.eval.datasets.items()}
         self.done: list[Group] = []
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[GroupRequest, asyncio.Task] = {}
         self.failure: BaseException | None = None
         self.progress = asyncio.Event()
 
@@ -73,16 +75,16 @@ class RolloutWorker:
         """Begin sampling `requests`; `version` is what the engines serve now."""
         for request in requests:
             task = asyncio.get_running_loop().create_task(self._run_group(request, version))
-            self.tasks.add(task)
-            task.add_done_callback(self._finished)
+            self.tasks[request] = task
+            task.add_done_callback(partial(self._finished, request))
 
     async def collect(self, timeout_s: float) -> list[Group]:
-        """The groups finished since the last call, as soon as nothing is running; what there is after `timeout_s`.
+        """The groups finished since the last call, as soon as there are any; none after `timeout_s`.
 
         Raises what broke a group.
         """
         deadline = time.monotonic() + timeout_s
-        while (self.tasks or not self.done) and self.failure is None and (left := deadline - time.monotonic()) > 0:
+        while not self.done and self.failure is None and (left := deadline - time.monotonic()) > 0:
             self.progress.clear()
             try:
                 await asyncio.wait_for(self.progress.wait(), left)
@@ -95,13 +97,19 @@ class RolloutWorker:
 
     async def cancel(self) -> None:
         """Forget everything asked for so far: the trainers were restarted and will ask again."""
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.drop(list(self.tasks))
         self.failure, self.done = None, []
 
-    def _finished(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
+    async def drop(self, requests: list[GroupRequest]) -> None:
+        """Forget these requests, finished or not: the batch is whole without them."""
+        tasks = [task for request in requests if (task := self.tasks.get(request))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.done = [group for group in self.done if group.request not in requests]
+
+    def _finished(self, request: GroupRequest, task: asyncio.Task) -> None:
+        del self.tasks[request]
         if not task.cancelled() and task.exception() is not None:
             self.failure = self.failure or task.exception()
         self.progress.set()
@@ -114,20 +122,22 @@ class RolloutWorker:
                       subset="" if source.subset_key is None else str(row[source.subset_key]))
         at_least = asked  # an engine that missed a push must not answer with older weights
         while True:
-            group.trajectories = await asyncio.gather(
-                *(self._sample(group, i, at_least) for i in range(request.samples)))
-            versions = {t.version for t in group.trajectories}
+            sampled = await asyncio.gather(
+                *(self._sample(group, i, at_least) for i in range(request.samples + request.baseline)))
+            versions = {t.version for t in sampled}
             group.regenerated = group.regenerated or versions != {asked}
             if len(versions) == 1:
                 break
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
+        group.trajectories, group.baseline = sampled[:request.samples], next(iter(sampled[request.samples:]), None)
         taught = group.trajectories if self.teachers.engines and request.kind == "train" else []
-        await asyncio.gather(self._score(source, row, request, group.trajectories), *map(self._teach, taught))
+        await asyncio.gather(self._score(source, row, request, sampled), *map(self._teach, taught))
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
+        """Sample number `sample`; the one after the last of the group is its greedy baseline."""
         request = group.request
         source = self.sources[request.dataset]
         prompt, sampling = source.prompts[request.prompt_index], source.sampling
@@ -135,7 +145,8 @@ class RolloutWorker:
         completion, losses = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
             seed=request_seed(self.experiment.seed, request.step, prompt_id, sample),
-            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature,
+            max_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature if sample < request.samples else 0.0,
             top_p=sampling.top_p, top_k=sampling.top_k,
             stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
             at_least=at_least,
@@ -146,7 +157,14 @@ class RolloutWorker:
         tokens[:start], tokens[start:] = prompt, completion.token_ids
         mask[start:], log_probs[start:] = True, completion.log_probs
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
-                          self.encoder.decode(completion.token_ids))
+                          self.encoder.decode(completion.token_ids),
+                          overlong_penalty=self._penalty(request, total - start))
+
+    def _penalty(self, request: GroupRequest, length: int) -> float:
+        if request.kind == "eval":
+            return 0.0
+        overlong, limit = self.experiment.reward.overlong, self.experiment.rollout.sampling.max_response_tokens
+        return overlong_penalty(length, limit, overlong.buffer_tokens, overlong.penalty)
 
     async def _score(self, source: Source, row: dict, request: GroupRequest, trajectories: list[Trajectory]) -> None:
         data, group = source.data, f"{request.kind} group {request.group_id} (row {request.prompt_index})"
