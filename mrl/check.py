@@ -19,7 +19,7 @@ from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys, part_keys
-from mrl.config.schema import Experiment
+from mrl.config.schema import Experiment, Rollout, Teacher
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
 from mrl.reshard.boxes import numel
@@ -125,7 +125,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     _show(console, "Partitions", ("partition", "devices", "processes"), _partition_rows(plan))
     experts = ("experts",) if plan.spec.moe else ()
     _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends in a sync", *experts), _rank_rows(plan))
-    _show(console, "Engines", ("engine", "tp", "devices", "weights a device"), _engine_rows(plan))
+    _show(console, "Engines", ("engine", "split", "devices", "weights a device"), _engine_rows(plan))
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, "Memory a trainer rank (without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
@@ -203,15 +203,22 @@ def _devices(plan: Plan, devices: Sequence[str]) -> str:
 def _partition_rows(plan: Plan) -> Rows:
     exp, placement = plan.exp, plan.placement
     trainers = f"{len(placement.trainers)} trainer rank(s)"
-    engines = f"{exp.engine_count} engine(s) of tp {exp.rollout.parallel.tp}, {exp.rollout.workers} rollout worker(s)"
+    engines = f"{exp.engine_count} engine(s) of {_engine_sizes(exp.rollout)}, {exp.rollout.workers} rollout worker(s)"
     teaching = [device for engine in placement.teachers for device in engine]
-    teachers = [("teacher", _devices(plan, teaching), f"{exp.teacher_count} engine(s) of tp {exp.teacher.parallel.tp}, "
+    teachers = [("teacher", _devices(plan, teaching), f"{exp.teacher_count} engine(s) of {_engine_sizes(exp.teacher)}, "
                  f"{exp.teacher.engine}")] if teaching else []
     if exp.loop.mode == "colocated_sync":
         return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}"), *teachers]
     rollout = [device for engine in placement.engines for device in engine]
     return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines),
             *teachers]
+
+
+def _engine_sizes(section: Rollout | Teacher) -> str:
+    """How an engine is split, as text."""
+    parallel = section.parallel
+    others = [f"{name} {size}" for name, size in (("ep", parallel.ep), ("dp", parallel.dp)) if size > 1]
+    return " ".join([f"tp {parallel.tp}", *others])
 
 
 def _rank_rows(plan: Plan) -> Rows:
@@ -236,9 +243,9 @@ def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
 
 
 def _engine_rows(plan: Plan) -> Rows:
-    tp, engines = plan.exp.rollout.parallel.tp, plan.placement.engines
+    engines = plan.placement.engines
     weights = f"{_size(max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1}))}"
-    rows = [(str(index), str(tp), _devices(plan, devices), weights)
+    rows = [(str(index), _engine_sizes(plan.exp), _devices(plan, devices), weights)
             for index, devices in enumerate(engines[:_MAX_ROWS])]
     return _capped(rows, len(engines))
 

@@ -1,4 +1,4 @@
-"""What a step does with a collected batch: deals it out, adds the fields that its algorithm needs, makes the advantages,
+"""What a step does with a collected batch: deals it out, adds the fields that the algorithm needs, makes advantages,
 trains. Every trainer rank runs it; only rank 0 has the groups.
 
 Advantages are made on rank 0 over the whole batch, by one function. Where they need nothing of the trainers it happens
@@ -20,7 +20,7 @@ from mrl.observe.clock import Clock
 from mrl.rollout.batch import Batch, Split, split_batch
 from mrl.rollout.types import Group
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what is tested around a stand-in needs no Megatron
     from mrl.trainer.trainer import Trainer
 
 

@@ -12,8 +12,8 @@ from mrl.cluster.checkpoints import Checkpoints
 from mrl.cluster.gang import Orders, Scatter
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
-from mrl.observe.clock import Clock
 from mrl.learner import Learner
+from mrl.observe.clock import Clock
 from mrl.observe.runlog import RunLog
 from mrl.rollout.batch import check_versions, rollout_metrics
 from mrl.rollout.service import RolloutService

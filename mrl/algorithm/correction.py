@@ -1,4 +1,4 @@
-"""Importance weights for tokens having been sampled by the engine: its numerics and its weights are not the trainer's."""
+"""Importance weights of tokens that the engine sampled: its numerics and its weights are not the trainer's."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Which checkpoints a run has, and what goes into one: the trainer's state and rank 0's side of the rollouts.
 
-    checkpoints/step_000040/   trainer files (mrl/trainer/checkpoint.py), learner.json, rollouts.pkl, and batch.pkl if one
-                               was waiting
+    checkpoints/step_000040/   trainer files (mrl/trainer/checkpoint.py), learner.json, rollouts.pkl, and batch.pkl
+                               if one was waiting
 """
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Clip(Section):
     low: PositiveFloat = Field(0.2, description="lower bound of the ratio is 1 - low")
     high: PositiveFloat = Field(0.2, description="upper bound of the ratio is 1 + high (DAPO: 0.28; GSPO: 4e-4)")
     dual: Optional[PositiveFloat] = Field(
-        None, description="dual clip: where the advantage A is negative, the loss is at most dual * |A|; null: no bound")
+        None, description="dual clip: where the advantage A is negative, the loss is at most dual * |A|; null: off")
 
 
 class Kl(Section):

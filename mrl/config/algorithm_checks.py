@@ -1,4 +1,4 @@
-"""Checks of the section `algorithm` against itself and the rest of the experiment. Pure; part of `mrl.config.checks`."""
+"""Checks of the section `algorithm` against itself and the rest of the experiment. Part of `mrl.config.checks`."""
 from __future__ import annotations
 
 from collections.abc import Iterator

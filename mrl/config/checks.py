@@ -13,7 +13,7 @@ from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
-from mrl.config.schema import Experiment, SftExperiment, TrainerParallel
+from mrl.config.schema import Experiment, Rollout, RolloutParallel, SftExperiment, Teacher, TrainerParallel
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
@@ -23,6 +23,8 @@ from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
 Cut = Callable[[int], Layout]
 """The layout with one parallel size, all others left out."""
+Against = Callable[[int], list[str]]
+"""Why a model cannot be cut by this size; nothing: it can."""
 
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
 _ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
@@ -41,8 +43,10 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
-                *_check_engines(exp), *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
+                *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
+                *(_check_engine_split("teacher", exp.teacher) if exp.teacher else ()),
+                *_check_shared_memory(exp, visible_gpus),
+                *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
@@ -58,7 +62,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *check_rewards(exp)]
+                *_check_engine_split("rollout", exp.rollout), *check_rewards(exp)]
     if not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", "at least one held-out data set to evaluate on", _ADD_DATASET))
     if hf_config is not None:
@@ -188,6 +192,23 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
                           f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
 
 
+def _check_engine_split(key: str, section: Rollout | Teacher) -> Iterator[Problem]:
+    """The sizes of one engine against each other, and against what its server can do. `key`: the section's."""
+    parallel, engine, tp = section.parallel, section.engine, section.parallel.tp
+    for name in ("ep", "dp"):
+        if tp % getattr(parallel, name):
+            yield Problem(f"{key}.parallel.{name}", str(getattr(parallel, name)),
+                          f"a divisor of {key}.parallel.tp ({tp})", f"use one of {_divisors(tp)}")
+    if engine == "vllm" and parallel.dp > 1:
+        yield Problem(f"{key}.parallel.dp", str(parallel.dp), f"1 with {key}.engine vllm: what the workers of "
+                      "further replicas answer never leaves its server, so their weights could not be checked",
+                      f"use 1 and more engines (a smaller {key}.parallel.tp), or {key}.engine: sglang")
+    if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
+        yield Problem(f"{key}.parallel.ep", str(parallel.ep), f"1 or {key}.parallel.tp ({tp}) with {key}.engine "
+                      f"vllm, which deals experts out over all GPUs of an engine", f"use one of them, or {key}.engine: "
+                      "sglang")
+
+
 def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
     """Neither side gives its memory up while the other works, and an engine by itself takes nearly all of a GPU."""
     shared = exp.loop.mode == "colocated_sync" and resolved_device(exp, visible_gpus) == "cuda"
@@ -251,28 +272,50 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
         yield from check_experts(exp, spec)
-    engine_tp = exp.rollout.parallel.tp
-    # Engines cut attention and MLP as Megatron does.
-    yield from check_cuts(exp, spec, {**cuts, "rollout.parallel.tp": lambda size: Layout(tp=size)})
-    padded = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    against_each = against(spec, cuts)
+    if not [*_check_engine_split("rollout", exp.rollout)]:
+        against_each |= _engine_cuts(exp.rollout.parallel, spec)
+    yield from check_cuts(exp, against_each)
+    padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
                       "use a power of 2")
     yield from _check_tokens(exp, spec, hf_config)
 
 
-def check_cuts(exp: Section, spec: ModelSpec, cuts: Mapping[str, Cut]) -> Iterator[Problem]:
-    """Whether the model can be cut as the sizes at the keys of `cuts` say."""
+def against(spec: ModelSpec, cuts: Mapping[str, Cut]) -> dict[str, Against]:
+    """By key, why trainers cannot cut the model by a size."""
+    return {key: lambda size, cut=cut: layout_problems(spec, cut(size)) for key, cut in cuts.items()}
+
+
+def check_cuts(exp: Section, against_each: Mapping[str, Against]) -> Iterator[Problem]:
+    """Whether the model can be cut as the sizes at these keys say."""
     found: set[str] = set()
-    for key, cut in cuts.items():
+    for key, against in against_each.items():
         size = attrgetter(key)(exp)
         # A stage whose layers do not divide has chunks whose layers do not.
-        reasons = [reason for reason in layout_problems(spec, cut(size)) if "vpp" not in key or reason not in found]
+        reasons = [reason for reason in against(size) if "vpp" not in key or reason not in found]
         found.update(reasons)
         if reasons:
-            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not layout_problems(spec, cut(n))]
+            sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not against(n)]
             yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
+
+
+def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Against]:
+    """By key, why an engine cannot cut the model by a size: MLPs over tp, attention over tp / dp, experts over tp / ep,
+    each as Megatron does."""
+    def by_tp(tp: int) -> list[str]:
+        if tp % parallel.ep or tp % parallel.dp:
+            return [f"tp {tp} is no multiple of ep {parallel.ep} and dp {parallel.dp}"]
+        etp = tp // parallel.ep if spec.moe else 1
+        return layout_problems(spec, Layout(tp=tp, etp=etp), attention_tp=tp // parallel.dp)
+
+    def by_ep(ep: int) -> list[str]:
+        return layout_problems(spec, Layout(dp=ep, ep=ep)) + (
+            [f"ep {ep} does not divide tp {parallel.tp}"] if parallel.tp % ep else [])
+
+    return {"rollout.parallel.tp": by_tp, "rollout.parallel.ep": by_ep}
 
 
 def check_experts(exp: Experiment | SftExperiment, spec: ModelSpec) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from mrl.config.algorithm import Algorithm
 from mrl.config.rewards import KINDS, AnyPart, Math, named_parts
 from mrl.config.section import Fraction, Section
+from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -125,7 +126,17 @@ class Trainer(Section):
 
 
 class RolloutParallel(Section):
-    tp: PositiveInt = Field(1, description="tensor parallel size of one engine")
+    tp: PositiveInt = Field(1, description="tensor parallel size of one engine, which is the number of its GPUs")
+    ep: PositiveInt = Field(
+        1, description="parts into which an engine deals out the experts of a layer, each cut over tp / ep GPUs; vLLM: "
+                       "1 or tp")
+    dp: PositiveInt = Field(
+        1, description="attention data parallel size within tp: replicas of attention, each cut over tp / dp GPUs; "
+                       "SGLang alone")
+
+    def layout(self, engine: Literal["vllm", "sglang"], count: int, gpus_per_node: int) -> EngineLayout:
+        """The layout of so many engines. ValueError for sizes that do not divide."""
+        return EngineLayout(engine=engine, count=count, tp=self.tp, ep=self.ep, dp=self.dp, gpus_per_node=gpus_per_node)
 
 
 class Sampling(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrl.config.checks import check_cuts, check_experts, context_limit, resolved_device, trainer_cuts
+from mrl.config.checks import against, check_cuts, check_experts, context_limit, resolved_device, trainer_cuts
 from mrl.config.errors import Problem
 from mrl.config.schema import SftExperiment
 from mrl.reshard.spec import model_spec
@@ -56,7 +56,7 @@ def _check_model(exp: SftExperiment, hf_config: Mapping[str, Any]) -> Iterator[P
         yield Problem("model.path", exp.model.path, "a model that can be trained",
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     yield from check_experts(exp, spec)
-    yield from check_cuts(exp, spec, trainer_cuts(exp.trainer.parallel))
+    yield from check_cuts(exp, against(spec, trainer_cuts(exp.trainer.parallel)))
     limit = context_limit(hf_config)
     if limit is not None and exp.data.max_prompt_tokens > limit:
         yield Problem("data.max_prompt_tokens", str(exp.data.max_prompt_tokens),

@@ -32,9 +32,9 @@ def coverage_problems(tensors: Mapping[str, Shape], replies: Iterable[Mapping],
         held = [_blocks(reply["holdings"].get(name, [])) for reply in replies]
         together: dict[Lattice, Optional[int]] = {}
         for worker, blocks in enumerate(held):
-            for lattice, checksum in blocks.items():
-                if together.setdefault(lattice, checksum) != checksum:
-                    problems.append(f"{name}: worker {worker}'s copy differs from another's")
+            for lattice, checksums in blocks.items():
+                if {together.setdefault(lattice, checksums[0])} != set(checksums):
+                    problems.append(f"{name}: worker {worker}'s copy differs from another")
         count = sum(prod(lattice[1]) for lattice in together)
         if count != prod(shape):
             problems.append(f"{name} of shape {list(shape)}: the engine takes {count} of its {prod(shape)} elements")
@@ -43,26 +43,30 @@ def coverage_problems(tensors: Mapping[str, Shape], replies: Iterable[Mapping],
     return problems
 
 
-def _blocks(holdings: list[list]) -> dict[Lattice, Optional[int]]:
-    """Checksums of the blocks that one worker holds, each once."""
-    return {holding.lattice: holding.checksum for holding in map(Holding.from_wire, holdings)}
+def _blocks(holdings: list[list]) -> dict[Lattice, list[Optional[int]]]:
+    """The blocks that one worker holds, each with the checksums of all its copies there."""
+    blocks: dict[Lattice, list[Optional[int]]] = {}
+    for holding in map(Holding.from_wire, holdings):
+        blocks.setdefault(holding.lattice, []).append(holding.checksum)
+    return blocks
 
 
 def _sum_problems(name: str, held: list[dict], together: dict, expected: Mapping[str, Mapping]) -> Iterator[str]:
     if name in expected["shared"]:
-        total, wanted = _sum(together), expected["shared"][name]
+        total, wanted = _sum(together.values()), expected["shared"][name]
         if total != wanted:
             yield f"{name}: the engine's checksum {total} is not the trainer's {wanted}"
         return
     for worker, blocks in enumerate(held):
-        total, wanted = _sum(blocks), expected["direct"].get(str(worker), {}).get(name, 0)
+        total = _sum(checksums[0] for checksums in blocks.values())
+        wanted = expected["direct"].get(str(worker), {}).get(name, 0)
         if total != wanted:
             yield f"{name}: worker {worker}'s checksum {total} is not the trainer's {wanted}"
 
 
-def _sum(blocks: Mapping[Lattice, int]) -> int:
+def _sum(checksums: Iterable[int]) -> int:
     total = 0
-    for checksum in blocks.values():
+    for checksum in checksums:
         total = add(total, checksum)
     return total
 

@@ -6,7 +6,8 @@ from typing import Mapping, Optional
 _HOST_AND_PORT = "the server is asked at rollout.host and rollout.port"
 _NO_KEY, _PLAIN_HTTP = "requests carry no key", "requests go over plain HTTP"
 _AS_SENT = "weights are received as the trainer sends them"
-_TP, _TP_ALONE = "it comes from rollout.parallel.tp", "an engine is split by rollout.parallel.tp alone"
+_TP, _EP, _DP = (f"it comes from rollout.parallel.{size}" for size in ("tp", "ep", "dp"))
+_NO_OTHER = "an engine is split by the sizes of rollout.parallel alone"
 _ENGINES, _ONE_MACHINE = "the number of engines follows from the cluster section", "an engine is on one machine"
 
 _COMMON = {
@@ -20,8 +21,7 @@ _COMMON = {
     "--load-format": "weights come from the trainer",
     "--quantization": _AS_SENT,
     "--tensor-parallel-size": _TP,
-    "--pipeline-parallel-size": _TP_ALONE,
-    "--data-parallel-size": _ENGINES,
+    "--pipeline-parallel-size": _NO_OTHER,
     "--nnodes": _ONE_MACHINE,
     "--config": "a file could set any of mrl's own arguments",
 }
@@ -32,10 +32,13 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         **_COMMON,
         "--model": "it comes from model.path",
+        "--data-parallel-size": _ENGINES,
         "--seed": "it comes from seed",
         "--max-model-len": _LENGTH,
         "--uds": _HOST_AND_PORT,
         "--root-path": _HOST_AND_PORT,
+        "--enable-expert-parallel": _EP,
+        "--no-enable-expert-parallel": _EP,
         "--enable-eplb": _EXPERTS_STAY,
         "--eplb-config": _EXPERTS_STAY,
         "-q": _AS_SENT,
@@ -43,7 +46,7 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--worker-extension-cls": "weights are received by mrl's worker extension",
         "--logprobs-mode": "training needs the log-probs of the distribution sampled from",
         "-tp": _TP,
-        "-pp": _TP_ALONE,
+        "-pp": _NO_OTHER,
         "-dp": _ENGINES,
         "-n": _ONE_MACHINE,
     },
@@ -65,9 +68,20 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--device": "it comes from cluster.device",
         "--tp": _TP,
         "--tp-size": _TP,
-        "--pp-size": _TP_ALONE,
-        "--dp": _ENGINES,
-        "--dp-size": _ENGINES,
+        "--pp-size": _NO_OTHER,
+        "--ep": _EP,
+        "--ep-size": _EP,
+        "--expert-parallel-size": _EP,
+        "--dp": _DP,
+        "--dp-size": _DP,
+        "--data-parallel-size": _DP,
+        "--enable-dp-attention": _DP,
+        "--attn-dp-size": _DP,
+        "--attention-data-parallel-size": _DP,
+        "--moe-dp-size": _NO_OTHER,
+        "--moe-data-parallel-size": _NO_OTHER,
+        "--attn-cp-size": _NO_OTHER,
+        "--attention-context-parallel-size": _NO_OTHER,
         "--dist-init-addr": _ONE_MACHINE,
         "--node-rank": _ONE_MACHINE,
     },

@@ -38,6 +38,8 @@ class HttpServer(ABC):
 
     engine: ClassVar[str]
     """Its name in rollout.engine, which is also the name of its Python package."""
+    answers_while_sampling: ClassVar[bool]
+    """Whether call_workers comes back while requests are being sampled. Else it waits for them, and they for it."""
 
     def __init__(self, experiment: Experiment, index: int, run_id: str, incarnation: int, log_path: Path,
                  gpus: Sequence[int], load_weights: bool):

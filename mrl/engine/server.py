@@ -98,8 +98,8 @@ class EngineServer:
         return log_probs
 
     async def prepare(self, request: SyncRequest) -> Prepared:
-        """Take on the plan of a new link: the workers trace it while the engine serves, and prove its shards if it has
-        any; that overwrites the weights, so the gate closes for it and the engine waits for others.
+        """Take on the plan of a new link: the workers trace it while the engine serves (where it can), and prove its
+        shards if it has any; that overwrites the weights, so the gate closes for it and the engine waits for others.
 
         SyncError: refused, and the engine goes on as before; or the proof broke off. EngineLost: it died.
         """
@@ -107,7 +107,10 @@ class EngineServer:
             version, deadline = Version(*request.version), time.monotonic() + request.deadline_s
             self._admit(request, version)
             try:
-                prepared, proven = await self._trace(request, deadline)
+                if self._server.answers_while_sampling:
+                    prepared, proven = await self._trace(request, deadline)
+                else:
+                    prepared, proven = await self._trace_between_requests(request, version, deadline)
                 if prepared.not_sharded or proven:
                     return prepared
                 await self._close_and_drain(request, version)
@@ -262,8 +265,8 @@ class EngineServer:
     async def _drain(self, deadline: float) -> None:
         while self._in_flight:
             if (left := deadline - time.monotonic()) <= 0:
-                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no longer "
-                                "for them: raise sync.timeout_s")
+                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no "
+                                "longer for them: raise sync.timeout_s")
             await asyncio.wait(set(self._in_flight), timeout=left)
             await asyncio.sleep(0)  # let their callers take the answers
 
@@ -278,6 +281,17 @@ class EngineServer:
             raise SyncError(summary(problems))
         self._plan = plan
         return _prepared(replies), all(reply["proven"] for reply in replies)
+
+    async def _trace_between_requests(self, request: SyncRequest, version: Version, deadline: float
+                                      ) -> tuple[Prepared, bool]:
+        """_trace behind a closed gate, which is then as it was: nothing of the weights has changed."""
+        before = self._state, self._why_closed
+        await self._close_and_drain(request, version)
+        try:
+            return await self._trace(request, deadline)
+        finally:
+            if self._incarnation == request.incarnation and self._state == "dirty":
+                self._state, self._why_closed = before
 
     async def _transfer(self, request: SyncRequest, drained: float, deadline: float) -> SyncResult:
         replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)

@@ -23,6 +23,7 @@ class SglangServer(HttpServer):
     """One SGLang server process."""
 
     engine = "sglang"
+    answers_while_sampling = False
 
     def command_line(self, port: int) -> list[str]:
         rollout = self.experiment.rollout
@@ -34,9 +35,11 @@ class SglangServer(HttpServer):
             "--random-seed", str(self.experiment.seed % 2**31 + self.index),
             "--context-length", str(self.experiment.engine_tokens),
             "--max-running-requests", str(rollout.max_concurrent_requests),
-            "--tp-size", str(rollout.parallel.tp), "--grammar-backend", "none",
+            "--tp-size", str(rollout.parallel.tp), "--ep-size", str(rollout.parallel.ep), "--grammar-backend", "none",
             "--sampling-backend", "pytorch",  # the one that takes a seed for each request
         ]
+        if rollout.parallel.dp > 1:
+            command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
         longest = self.experiment.engine_tokens
@@ -82,7 +85,8 @@ class SglangServer(HttpServer):
         call = base64.b64encode(json.dumps({"method": method, "argument": argument}).encode()).decode()
         answer = await self.post("/update_weights_from_tensor", {
             "load_format": LOAD_FORMAT, "serialized_named_tensors": [call], "flush_cache": False}, timeout_s)
-        return json.loads(answer["message"])
+        # With attention data parallelism, one replica's message comes after the other; each has all workers' answers.
+        return json.JSONDecoder().raw_decode(answer["message"])[0]
 
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
         status, _ = await self.request("/flush_cache", {}, timeout_s)

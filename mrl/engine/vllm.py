@@ -9,6 +9,7 @@ from typing import Optional
 
 from mrl.engine.api import GenerateRequest
 from mrl.engine.http import SERVER_KEEP_ALIVE_S, HttpServer
+from mrl.engine.versions import TESTED
 
 MODEL_NAME = "mrl"
 CPU_BATCHED_TOKENS = 4096
@@ -18,6 +19,7 @@ class VllmServer(HttpServer):
     """One vLLM server process."""
 
     engine = "vllm"
+    answers_while_sampling = True
 
     def command_line(self, port: int) -> list[str]:
         rollout = self.experiment.rollout
@@ -32,6 +34,8 @@ class VllmServer(HttpServer):
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]
+        if rollout.parallel.ep > 1:  # the experts are then dealt out over all workers
+            command.append("--enable-expert-parallel")
         if not self.gpus:
             # A prompt prefilled in chunks rewinds its request's random generator, which CPU generators cannot do: the
             # server dies. So prompts are prefilled whole.
@@ -78,4 +82,7 @@ class VllmServer(HttpServer):
 
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
         answer = await self.post("/reset_prefix_cache", {}, timeout_s)
-        return answer is None or answer.get("success", True)  # older versions answer with an empty body
+        if not isinstance(answer, dict) or not isinstance(answer.get("success"), bool):
+            raise RuntimeError(f"engine {self.index} does not say whether it has reset its prefix cache ({answer!r}): "
+                               f"use one of the vLLM releases {' and '.join(TESTED['vllm'])}")
+        return answer["success"]

@@ -199,10 +199,22 @@ def model_spec(hf_config: Mapping[str, Any], mtp: str = "drop") -> ModelSpec:
     )
 
 
-def layout_problems(spec: ModelSpec, layout: Layout) -> list[str]:
-    """Why this model cannot be cut this way, one sentence each; empty when it can."""
+def layout_problems(spec: ModelSpec, layout: Layout, attention_tp: int | None = None) -> list[str]:
+    """Why this model cannot be cut this way, one sentence each; empty when it can.
+
+    attention_tp: parts into which attention is cut, if not `layout.tp`.
+    """
     tp = layout.tp
-    problems = layout.pipeline_problems(spec.num_layers)
+    problems = layout.pipeline_problems(spec.num_layers) + _attention_problems(spec, attention_tp or tp)
+    if (spec.moe is None or spec.moe.dense_layers) and spec.ffn % tp:
+        problems.append(f"tp {tp} does not divide intermediate_size {spec.ffn}")
+    if spec.mtp_layers and spec.hidden % tp:
+        problems.append(f"tp {tp} does not divide hidden_size {spec.hidden}")
+    return problems + _expert_problems(spec, layout)
+
+
+def _attention_problems(spec: ModelSpec, tp: int) -> list[str]:
+    problems = []
     if spec.heads % tp:
         problems.append(f"tp {tp} does not divide num_attention_heads {spec.heads}")
     if spec.mla:
@@ -212,11 +224,7 @@ def layout_problems(spec: ModelSpec, layout: Layout) -> list[str]:
         problems.append(f"tp {tp} is neither a divisor nor a multiple of num_key_value_heads {spec.kv_heads}")
     elif (spec.q_size + 2 * spec.kv_size) % tp:
         problems.append(f"tp {tp} does not divide the {spec.q_size + 2 * spec.kv_size} rows of q, k and v")
-    if (spec.moe is None or spec.moe.dense_layers) and spec.ffn % tp:
-        problems.append(f"tp {tp} does not divide intermediate_size {spec.ffn}")
-    if spec.mtp_layers and spec.hidden % tp:
-        problems.append(f"tp {tp} does not divide hidden_size {spec.hidden}")
-    return problems + _expert_problems(spec, layout)
+    return problems
 
 
 def _expert_problems(spec: ModelSpec, layout: Layout) -> list[str]:

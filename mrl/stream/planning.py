@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from mrl.cluster.placement import ranks_beside
 from mrl.config.schema import Experiment
-from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 from mrl.reshard.network import Network
 from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
@@ -19,8 +18,7 @@ def plan_of(
 ) -> SyncPlan:
     """The plan of every sync of a run. `te`, `not_sharded`: see `SyncOptions`."""
     sync, cluster, rollout = experiment.sync, experiment.cluster, experiment.rollout
-    engines = EngineLayout(engine=rollout.engine, count=experiment.engine_count, tp=rollout.parallel.tp,
-                           gpus_per_node=cluster.gpus_per_node)
+    engines = rollout.parallel.layout(rollout.engine, experiment.engine_count, cluster.gpus_per_node)
     options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
                           dtype=experiment.model.dtype, not_sharded=not_sharded,
                           pinned=ranks_beside(experiment) if sync.transport == "cuda_ipc" else None)

@@ -51,6 +51,42 @@ def test_more_tp_ranks_than_kv_heads_are_fine(experiment_file, hf_config):
                  "rollout.parallel.tp=4", "cluster.rollout_gpus=4") == {}
 
 
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 40}
+
+
+@pytest.mark.parametrize("engine, sizes, key, words", [
+    ("vllm", "{tp: 4, ep: 2}", "rollout.parallel.ep", "1 or rollout.parallel.tp (4) with rollout.engine vllm"),
+    ("vllm", "{tp: 4, ep: 3}", "rollout.parallel.ep", "a divisor of rollout.parallel.tp (4)"),
+    ("vllm", "{tp: 4, dp: 2}", "rollout.parallel.dp", "rollout.engine: sglang"),
+    ("sglang", "{tp: 4, dp: 3}", "rollout.parallel.dp", "use one of 1, 2, 4"),
+    ("sglang", "{tp: 8, ep: 8, dp: 2}", "rollout.parallel.ep", "ep 8 does not divide the number of experts 4"),
+    ("sglang", "{tp: 8, ep: 8, dp: 2}", "rollout.parallel.ep", "use one of 1, 2, 4"),
+    ("sglang", "{tp: 16, ep: 1, dp: 4}", "rollout.parallel.tp", "etp 16 does not divide moe_intermediate_size 40"),
+    ("sglang", "{tp: 16, ep: 4, dp: 2}", "rollout.parallel.tp", "tp 8 does not divide num_attention_heads 4"),
+])
+def test_an_engine_is_split_as_it_can_be(experiment_file, hf_config, engine, sizes, key, words):
+    gpus = sizes.split(",")[0].split()[1]
+    problems = found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
+                     f"cluster.rollout_gpus={gpus}")
+    assert words in problems[key] and [name for name in problems if name.startswith("rollout.parallel")] == [key]
+
+
+@pytest.mark.parametrize("engine, sizes", [
+    ("vllm", "{tp: 4, ep: 4}"), ("sglang", "{tp: 4, ep: 2}"), ("sglang", "{tp: 4, ep: 4, dp: 4}"),
+    ("sglang", "{tp: 8, ep: 4, dp: 2}")])
+def test_engines_of_experts(experiment_file, hf_config, engine, sizes):
+    gpus = sizes.split(",")[0].split()[1]
+    assert found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
+                 "trainer.parallel.sequence_parallel=true", f"cluster.rollout_gpus={gpus}") == {}
+
+
+def test_a_model_without_experts_has_none_to_deal_out(experiment_file, hf_config):
+    assert "the model has none" in found(experiment_file, hf_config, "rollout.engine=sglang",
+                                         "rollout.parallel={tp: 2, ep: 2}", "cluster.rollout_gpus=2")[
+        "rollout.parallel.ep"]
+
+
 def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch):
     untrainable = replace(QWEN3, untrainable="it is too large")
     monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
@@ -254,7 +290,7 @@ def test_correction_as_a_resolved_file_spells_it_out_is_fine(experiment_file, hf
     "{name: reinforce_plus_plus_baseline, kl: {coef: 0.01, estimator: k1, straight_through: true}}",
     "{name: rloo, policy_loss: gspo, clip: {low: 3e-4, high: 4e-4, dual: 3.0}, aggregation: sequence_mean}",
     "{name: grpo, policy_loss: cispo, clip: {low: 1.0, high: 2.0}, whiten: true}",
-    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, floor: 0.5, cap: 5.0}}",
+    "{policy_loss: reinforce, old_log_prob: recompute, correction: {kind: mask, level: sequence, cap: 5.0}}",
     "{kl: {coef: 0.01, estimator: k2, reference_every: 100}}",
 ])
 def test_algorithms_that_work(experiment_file, hf_config, algorithm):

@@ -22,6 +22,7 @@ class FakeServer:
 
     made: list = []
     start_failures = 0
+    answers_while_sampling = True
 
     def __init__(self, experiment, index, run_id, incarnation, log_path, gpus, load_weights):
         self.answers = {"mrl_prepare": [self.ok(not_sharded={}, proven=True)],

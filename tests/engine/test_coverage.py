@@ -1,4 +1,6 @@
 """Every element once: shards add up, replicas count once, gaps and differences are named."""
+import pytest
+
 from mrl.engine.coverage import coverage_problems, summary
 
 TENSORS = {"w": (4, 6)}
@@ -44,6 +46,15 @@ def test_problems_are_named():
     assert "takes 36 of its 24" in coverage_problems(TENSORS, [reply((ALL, None)), reply((TOP, None))], None)[0]
     assert "worker 1's copy differs" in coverage_problems(TENSORS, [reply((ALL, 9)), reply((ALL, 8))], sent(9))[0]
     assert "checksum 9 is not the trainer's 8" in coverage_problems(TENSORS, [reply((ALL, 9))], sent(8))[0]
+
+
+@pytest.mark.parametrize("sums", [(9, 8), (8, 9)])
+def test_copies_on_one_worker_must_be_equal(sums):
+    """As an engine has that keeps a tied embedding twice."""
+    twice = [reply(*((ALL, one) for one in sums))]
+    for right in (sent(9), sent(w0=9)):
+        assert "w: worker 0's copy differs from another" in coverage_problems(TENSORS, twice, right)
+    assert coverage_problems(TENSORS, [reply((ALL, 9), (ALL, 9))], sent(9)) == []
 
 
 def test_opaque_tensors_are_passed_over():

@@ -1,5 +1,6 @@
 """How each engine's server is started and what its answers become: command, environment, completions."""
 import asyncio
+import json
 from pathlib import Path
 
 import aiohttp
@@ -48,6 +49,18 @@ def test_command_line(engine, tmp_path):
     assert not CPU_ONLY[engine] & set(on_gpu) and value_of(on_gpu, "--load-format") == "auto"
 
 
+@pytest.mark.parametrize("engine, sizes, given, left_out", [
+    ("vllm", {"tp": 2}, "", "--enable-expert-parallel"), ("vllm", {"tp": 2, "ep": 2}, "--enable-expert-parallel", ""),
+    ("sglang", {"tp": 4, "ep": 2}, "--ep-size 2", "--enable-dp-attention"),
+    ("sglang", {"tp": 4, "ep": 4, "dp": 2}, "--ep-size 4 --dp-size 2 --enable-dp-attention", ""),
+])
+def test_how_an_engine_is_split(engine, sizes, given, left_out):
+    one = server(engine, rollout={"parallel": sizes})
+    command = f"{' '.join(one.command_line(1))} "
+    assert all(f"--{flag}" in command for flag in given.split("--")[1:]) and (not left_out or left_out not in command)
+    assert {word for word in given.split() if word[:2] == "--"} <= OWNED_FLAGS[engine].keys()
+
+
 def test_log_probs_are_of_the_distribution_sampled_from():
     assert value_of(server("vllm").command_line(1), "--logprobs-mode") == "processed_logprobs"
     assert server("sglang").environment()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
@@ -71,38 +84,42 @@ def answer_of(engine: str, finish_reason: str, log_probs: list[float]) -> dict:
                                              "output_token_logprobs": [[value, 7, None] for value in log_probs]}}
 
 
+def asked(engine: str, route: str, answer, ask):
+    """What `ask`, given the server object, makes of a server that answers a request to `route` by `answer`."""
+    async def main():
+        application = web.Application()
+        application.router.add_post(route, answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        one = server(engine)
+        one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        one.session = aiohttp.ClientSession()
+        try:
+            return await ask(one)
+        finally:
+            await one.stop()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
 def exchange(engine: str, answer: dict, ask):
-    """What `ask(server object)` returns when the server gives `answer`; the request that it was sent."""
+    """What `ask`, given the server object, makes of this answer; the request that was sent."""
     sent = []
 
     async def respond(request):
         sent.append(await request.json())
         return web.json_response(answer)
 
-    async def main():
-        application = web.Application()
-        application.router.add_post(ROUTES[engine], respond)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        asked = server(engine)
-        asked.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        asked.session = aiohttp.ClientSession()
-        try:
-            return await ask(asked)
-        finally:
-            await asked.stop()
-            await runner.cleanup()
-
-    return asyncio.run(main()), sent[0]
+    return asked(engine, ROUTES[engine], respond, ask), sent[0]
 
 
 def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
     """What the server object makes of a server's answer with this finish_reason; the request that it sent."""
-    async def ask(asked):
-        return await asked.generate(GenerateRequest([1], seed=5, max_tokens=4, temperature=0.5))
-    return exchange(engine, answer_of(engine, finish_reason, list(log_probs)), ask)
+    request = GenerateRequest([1], seed=5, max_tokens=4, temperature=0.5)
+    return exchange(engine, answer_of(engine, finish_reason, list(log_probs)), lambda one: one.generate(request))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -124,6 +141,45 @@ def test_what_is_asked_for():
     sampling = sglang["sampling_params"]
     assert (sampling["sampling_seed"], sampling["max_new_tokens"], sampling["temperature"]) == (5, 4, 0.5)
     assert sglang["input_ids"] == [1] and sglang["return_logprob"] is True
+
+
+def test_of_the_replicas_in_an_sglang_engine_one_tells_what_all_workers_answer():
+    answers = [{"error": None, "worker": 0}, {"error": "a | b", "worker": 1}]
+
+    async def answer(_):
+        return web.json_response({"success": True, "message": " | ".join([json.dumps(answers)] * 2)})
+
+    found = asked("sglang", "/update_weights_from_tensor", answer, lambda one: one.call_workers("mrl_identity"))
+    assert found == answers
+
+
+RESETS = {"vllm": ("/reset_prefix_cache", [(200, '{"success": false}'), (200, '{"success": true}')]),
+          "sglang": ("/flush_cache", [(400, "Flush cache failed"), (200, "Cache flushed")])}
+
+
+def reset(engine: str, answers: list[tuple[int, str]]) -> None:
+    """Reset the cache of a server that answers so, one after the other."""
+    async def answer(_):
+        status, text = answers.pop(0)
+        return web.Response(status=status, text=text)
+
+    asked(engine, RESETS[engine][0], answer, lambda one: one.reset_prefix_cache(0.5))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_prefix_cache_is_reset_when_the_engine_says_so(engine):
+    no, yes = RESETS[engine][1]
+    answers = [no, yes]
+    reset(engine, answers)
+    assert not answers
+    with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+        reset(engine, [no] * 9)
+
+
+@pytest.mark.parametrize("answer", ["", "{}", '{"success": null}', "[]"])
+def test_a_reset_that_vllm_does_not_confirm_is_none(answer):
+    with pytest.raises(RuntimeError, match="does not say whether it has reset.*vLLM releases 0.26.0 and 0.32.0"):
+        reset("vllm", [(200, answer)])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -151,9 +207,7 @@ def test_sglangs_stand_ins_are_for_the_cpu_alone(monkeypatch):
 
 def score(engine: str, answer: dict, tokens=(5, 6, 7)):
     """What the server object makes of a server's answer about the log-probs of `tokens`; the request that it sent."""
-    async def ask(asked):
-        return await asked.score(list(tokens))
-    return exchange(engine, answer, ask)
+    return exchange(engine, answer, lambda one: one.score(list(tokens)))
 
 
 SCORES = {

@@ -10,7 +10,8 @@ from mrl.engine.flags import OWNED_FLAGS, owned_flag
         ("--tensor-par", "--tensor-parallel-size")]],
     ("vllm", "-tp", "-tp"), ("vllm", "-tp=2", "-tp"), ("vllm", "--logprobs_mode=raw_logits", "--logprobs-mode"),
     ("vllm", "--enable-eplb", "--enable-eplb"), ("sglang", "--init_expert_location=x", "--init-expert-location"),
-    ("sglang", "--tp=2", "--tp"), ("sglang", "--mod", "--model"),
+    ("vllm", "--no_enable_expert_parallel", "--no-enable-expert-parallel"), ("sglang", "--ep=2", "--ep"),
+    ("sglang", "--attn_dp_size", "--attn-dp-size"), ("sglang", "--tp=2", "--tp"), ("sglang", "--mod", "--model"),
     ("sglang", "--sampling_backend", "--sampling-backend"),
 ])
 def test_owned(engine, argument, flag):

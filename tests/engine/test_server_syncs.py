@@ -135,6 +135,34 @@ def test_a_plan_is_traced_while_requests_run_and_shards_are_proven_when_they_are
     with_engine(scenario)
 
 
+def test_an_engine_whose_workers_answer_between_requests_traces_when_they_are_done_and_serves_on(monkeypatch):
+    monkeypatch.setattr(FakeServer, "answers_while_sampling", False)
+
+    async def scenario(engine, server):
+        await push(engine, 1)
+        task = await sampling(engine, server)
+        with pytest.raises(SyncError, match="1 requests were still in flight"):
+            await engine.prepare(sync_request(2, deadline_s=0.05))
+        assert server.calls.count("mrl_prepare") == 1 and (await engine.status()).state == "serving"
+        preparing = asyncio.create_task(engine.prepare(sync_request(2)))
+        await asyncio.sleep(0.05)
+        assert server.calls.count("mrl_prepare") == 1
+        with pytest.raises(EngineClosed, match="receiving version 0:2"):
+            await engine.generate(REQUEST)
+        server.answer()
+        assert (await task).version == Version(0, 1) and (await preparing).not_sharded == {}
+        assert (await engine.status()).version == Version(0, 1)
+        later = await sampling(engine, server)
+        server.answer()
+        assert (await later).version == Version(0, 1)
+        server.answers["mrl_prepare"] = [{"error": "TraceError: norm"}]
+        with pytest.raises(SyncError, match="TraceError"):
+            await engine.prepare(sync_request(2))
+        assert (await engine.status()).state == "serving"
+
+    with_engine(scenario)
+
+
 def test_a_proof_that_breaks_off_leaves_it_dirty():
     async def scenario(engine, server):
         await push(engine, 1)

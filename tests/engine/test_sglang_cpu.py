@@ -1,9 +1,11 @@
 """The stand-ins of SGLang's CPU engine compute what the originals do, or refuse."""
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from mrl.engine.sglang_cpu import sgl_kernel
-from mrl.engine.sglang_cpu.sglang_cpu_server import murmur_hash32
+from mrl.engine.sglang_cpu.sglang_cpu_server import murmur_hash32, without_others_experts
 
 
 def murmur3(data: bytes) -> int:
@@ -41,3 +43,19 @@ def test_cache_places_are_written_request_by_request():
 def test_speculative_decoding_is_refused():
     with pytest.raises(NotImplementedError, match="verify_tree_greedy_cpu: speculative decoding is not available"):
         sgl_kernel.verify_tree_greedy_cpu(1, 2)
+
+
+class Chosen(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def test_experts_of_other_workers_give_nothing():
+    """With experts that multiply by their number, of which this worker holds 0 … 2."""
+    chosen = Chosen(torch.tensor([[0.5, 0.5], [1.0, 3.0]]), torch.tensor([[2, -1], [-1, -1]]))
+
+    def forward(layer, hidden, topk, config):
+        assert topk.topk_ids.min() >= 0
+        return hidden * (topk.topk_weights * (topk.topk_ids + 1)).sum(-1, keepdim=True)
+
+    assert without_others_experts(forward, None, torch.ones(2, 1), chosen, None).tolist() == [[1.5], [0.0]]

@@ -3,10 +3,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 
 from mrl.engine.http import RECEIVER_DIR
-from mrl.receiver.mrl_receiver.sglang import answer_call, seed_batch
+from mrl.receiver.mrl_receiver.sglang import answer_call, require_plain_layers, seed_batch, watch_layer
 
 
 def test_it_is_found_on_the_path_alone():
@@ -32,3 +34,29 @@ def test_every_request_gets_its_seed():
 def test_other_updates_are_sglangs_own():
     update = SimpleNamespace(load_format="flattened_bucket")
     assert answer_call(lambda *arguments: arguments, "updater", update) == ("updater", update)
+
+
+def experts(process=None) -> nn.Module:
+    """A model with a layer of experts that SGLang has processed so after loading; None: by a method of another kind."""
+    layer = nn.Module()
+    layer.w13_weight = nn.Parameter(torch.arange(24.0).view(2, 4, 3), requires_grad=False)
+    layer.quant_method = "its method"
+    if process is not None:
+        watch_layer(lambda method, layer: process(layer), layer.quant_method, layer)
+    return nn.ModuleDict({"norm": nn.LayerNorm(3), "experts": layer})
+
+
+def interleave(layer) -> None:
+    for expert in range(2):
+        layer.w13_weight.data[expert] = layer.w13_weight.data[expert][torch.tensor([0, 2, 1, 3])]
+
+
+@pytest.mark.parametrize("process, words", [
+    (interleave, "experts.w13_weight: the engine rearranges"), (None, r"experts \(of 1\): .* not known to mrl")])
+def test_rearranged_experts_are_refused(process, words):
+    with pytest.raises(RuntimeError, match=f"{words}.*--moe-runner-backend=triton"):
+        require_plain_layers(experts(process), lambda: None)
+
+
+def test_experts_that_are_as_they_were_loaded_are_fine():
+    require_plain_layers(experts(lambda layer: None), lambda: None)

@@ -92,7 +92,7 @@ def whitened(advantages, masks):
 
 
 def estimate(name, sequences, std="unbiased", k=2, gamma=1.0, lam=1.0, whiten=False):
-    """Advantages and returns: one list a sequence. sequences: dicts of group, reward, mask, penalty, baseline, values."""
+    """Advantages and returns, a list a sequence. sequences: dicts of group, reward, mask, penalty, baseline, values."""
     groups = [s["group"] for s in sequences]
     masks = [s["mask"] for s in sequences]
     rewards = [s["reward"] for s in sequences]

@@ -61,8 +61,8 @@ def sequence_ratio(sequence, new, old):
 def loss(batch, algorithm, kl_coef, log_prob="log_prob"):
     """Total loss, and the metrics, of a batch: field `log_prob` is the actor's.
 
-    algorithm: a dict with policy_loss, clip (low, high, dual), aggregation, constant_tokens, old (name of the field with
-    the proximal log-probs), correction (kind, level, floor, cap), kl (estimator, in_loss), entropy_coef.
+    algorithm: a dict with policy_loss, clip (low, high, dual), aggregation, constant_tokens, old (name of the field
+    with the proximal log-probs), correction (kind, level, floor, cap), kl (estimator, in_loss), entropy_coef.
     """
     a = algorithm
     total, sums = 0.0, {"policy_loss": 0.0, "kl": 0.0, "entropy": 0.0, "ratio": 0.0, "weight": 0.0, "square": 0.0,

@@ -15,7 +15,7 @@ from mrl.engine.engines import SERVERS
 from mrl.reshard.layout import Layout
 from mrl.stream.sync import WeightSync
 from tests.stream.engines import RUN_ID, alive, engine_python, make_engine, start_ray
-from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, make_model, reference_log_probs, weights
+from tests.stream.tiny import EXPERTS, PROMPT, FakeTrainer, make_experiment, make_model, reference_log_probs, weights
 
 
 @dataclass
@@ -69,10 +69,21 @@ def bench_tp2(request, ray_address, model, tmp_path_factory):
     yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address)
 
 
-def running(experiment, model, run_dir, ray_address):
+@pytest.fixture(scope="module", params=[("sglang", {"tp": 2, "ep": 2, "dp": 2}), ("vllm", {"tp": 2, "ep": 2})],
+                ids=lambda param: param[0])
+def bench_experts(request, ray_address, tmp_path_factory):
+    """Experts dealt out over two workers; it serves the weights of the model directory from the start."""
+    (engine, sizes), model = request.param, make_model(tmp_path_factory.mktemp("experts") / "model", EXPERTS)
+    experiment = make_experiment(model, engine_python(engine), sync={"verify_every": 1}, cluster={"rollout_gpus": 2},
+                                 rollout={"engine": engine, "parallel": sizes})
+    yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, load_weights=True)
+
+
+def running(experiment, model, run_dir, ray_address, **keywords):
     """Start an engine, yield it, and see that nothing of it is left afterwards."""
-    name = f"{experiment.rollout.engine}-tp{experiment.rollout.parallel.tp}"  # of the actor: not free again at once
-    engine = make_engine(experiment, run_dir, name)
+    parallel = experiment.rollout.parallel
+    name = f"{experiment.rollout.engine}-tp{parallel.tp}-ep{parallel.ep}"  # of the actor: not free again at once
+    engine = make_engine(experiment, run_dir, name, **keywords)
     ray.get(engine.start.remote(), timeout=700)
     bench = Bench(experiment, model, engine, ray_address, name)
     yield bench

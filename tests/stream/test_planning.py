@@ -1,5 +1,5 @@
 """From an experiment to its sync plan."""
-from mrl.reshard import Layout
+from mrl.reshard import EngineLayout, Layout
 from mrl.stream.planning import plan_of
 from tests.reshard.simulate import spec_of
 from tests.rollout.experiments import experiment
@@ -12,3 +12,10 @@ def test_layers_that_predict_further_tokens_are_not_sent():
     sent = {part.name for bucket in plan.of_engine(0) for one in bucket.slices for part in one.parts}
     layers = {int(name.split(".")[2]) for name in sent if name.startswith("model.layers.")}
     assert layers == set(range(spec.num_layers)) and "lm_head.weight" in sent
+
+
+def test_engines_are_as_the_experiment_splits_them():
+    sizes = {"engine": "sglang", "parallel": {"tp": 4, "ep": 2, "dp": 2}}
+    plan = plan_of(experiment(rollout=sizes, cluster={"rollout_gpus": 8, "gpus_per_node": 4}), spec_of("qwen3-moe"),
+                   Layout(), te=False)
+    assert plan.engine_layout == EngineLayout("sglang", count=2, tp=4, ep=2, dp=2, gpus_per_node=4)

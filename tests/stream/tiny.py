@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config,
+                          Qwen3MoeConfig)
 
 from mrl.config.schema import Experiment
 from mrl.reshard.layout import Coord, Layout
@@ -17,13 +21,17 @@ from tests.rollout.experiments import experiment
 
 VOCAB = 67
 PROMPT = [5, 17, 60, 33, 8, 41, 22]
+COMMON = dict(vocab_size=VOCAB, num_attention_heads=4, max_position_embeddings=128, tie_word_embeddings=False,
+              eos_token_id=VOCAB - 1)
+"""Of the models here: the end-of-sequence token never comes."""
+DENSE = Qwen3Config(**COMMON, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_key_value_heads=2,
+                    head_dim=32)
+EXPERTS = Qwen3MoeConfig(**COMMON, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2,
+                         head_dim=32, num_experts=4, num_experts_per_tok=2)
 
 
-def make_model(path: Path) -> Path:
-    """A model directory: random weights, a tokenizer of one word a token, an end-of-sequence token that never comes."""
-    config = Qwen3Config(vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
-                         tie_word_embeddings=False, eos_token_id=VOCAB - 1)
+def make_model(path: Path, config: PretrainedConfig = DENSE) -> Path:
+    """A model directory: random weights, and a tokenizer of one word a token."""
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -60,8 +68,10 @@ def weights(model: Path, version: int) -> dict[str, torch.Tensor]:
 def reference_log_probs(model: Path, tensors: dict[str, torch.Tensor], prompt: list[int], answer: list[int],
                         temperature: float) -> torch.Tensor:
     """f32[len(answer)]: what transformers gives these tokens, temperature applied."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference.load_state_dict(tensors)
+    with TemporaryDirectory() as folder:
+        shutil.copy(model / "config.json", folder)
+        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]

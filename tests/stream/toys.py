@@ -79,6 +79,8 @@ class ToyModel(torch.nn.Module):
 class ToyServer:
     """What EngineServer needs of a server: workers that it can call. The gate makes one a start."""
 
+    answers_while_sampling = True
+
     def __init__(self, make_model: Callable[[int, int], ToyModel], workers: int, index: int, incarnation: int):
         self.receivers = []
         for worker in range(workers):

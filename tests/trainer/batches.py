@@ -1,5 +1,5 @@
-"""One batch of groups, several algorithms, and what must become of it: by the formulas of tests/reference, and by autograd
-through the plain model, one padded sample a row."""
+"""One batch of groups, several algorithms, and what must become of it: by the formulas of tests/reference, and by
+autograd through the plain model, one padded sample a row."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -36,8 +36,17 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
     return state ^ state >> 16
 
 
+def without_others_experts(forward, layer: torch.nn.Module, hidden: torch.Tensor, chosen, config) -> torch.Tensor:
+    """Around SGLang's experts in torch, which know no others than a worker's own: those of other workers (-1) count as
+    its first one, with weight 0. chosen: a named tuple with topk_ids and topk_weights, [tokens, top k]."""
+    away = chosen.topk_ids < 0
+    return forward(layer, hidden, chosen._replace(topk_ids=chosen.topk_ids.masked_fill(away, 0),
+                                                  topk_weights=chosen.topk_weights.masked_fill(away, 0.0)), config)
+
+
 def stand_in() -> None:
-    """Declare torchvision's operators where its own do not load, and have SGLang hash with torch, in this process."""
+    """In this process, declare torchvision's operators where its own do not load, and put torch code in place of what
+    does not work on a CPU."""
     folder = next(iter(importlib.util.find_spec("torchvision").submodule_search_locations))
     try:
         torch.ops.load_library(os.path.join(folder, "_C.so"))
@@ -47,6 +56,8 @@ def stand_in() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", without_others_experts,
+                          HookType.AROUND)
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -1,4 +1,4 @@
-"""What a worker answers to the gate, the same in every engine: five calls, each a method name and a JSON argument.
+"""What a worker answers to the gate, the same in every engine: six calls, each a method name and a JSON argument.
 
 An engine's own module brings a call to every worker, has it answered here, and brings the answers back.
 """
@@ -59,10 +59,15 @@ def _scramble(receiver: Receiver, seed: str) -> dict[str, Any]:
     return {}
 
 
+def _fingerprint(receiver: Receiver, _: None) -> dict[str, Any]:
+    return {"sums": receiver.fingerprint()}
+
+
 METHODS: Mapping[str, Callable[[Receiver, Any], dict[str, Any]]] = {
-    "mrl_identity": _identity,  # who the worker is: run id, engine index, incarnation, all as given at start
-    "mrl_prepare": _prepare,    # Receiver.prepare of a SyncRequest in JSON
-    "mrl_prove": _prove,        # Receiver.prove of a SyncRequest in JSON
-    "mrl_receive": _receive,    # Receiver.receive of a SyncRequest in JSON
-    "mrl_scramble": _scramble,  # Receiver.scramble of a seed, for tests
+    "mrl_identity": _identity,        # who the worker is: run id, engine index, incarnation, all as given at start
+    "mrl_prepare": _prepare,          # Receiver.prepare of a SyncRequest in JSON
+    "mrl_prove": _prove,              # Receiver.prove of a SyncRequest in JSON
+    "mrl_receive": _receive,          # Receiver.receive of a SyncRequest in JSON
+    "mrl_scramble": _scramble,        # Receiver.scramble of a seed, for tests
+    "mrl_fingerprint": _fingerprint,  # Receiver.fingerprint, for tests
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .base import Base
 from .checksum import add, checksum
 from .links import LinkError, failed_key, finish_stream, open_store
-from .proof import unfaithful
+from .proof import fingerprints, unfaithful
 from .routes import Routes, misfits
 from .trace import Home, Loader, Traced, TraceError, trace
 from .transfer import Connections, transfer
@@ -153,6 +153,10 @@ class Receiver:
             for homes in self.prepared.routes.traced.homes.values():
                 for home in homes:
                     home.target.uniform_(-1, 1, generator=generator)
+
+    def fingerprint(self) -> dict[str, int]:
+        """Checksums of everything in the model that may hold weights, by dotted name, for tests to compare."""
+        return dict(fingerprints(self.model))
 
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""

@@ -5,8 +5,9 @@ the scheduler of each worker, between two batches. One whose load_format is "mrl
 of all workers travel in the message of the first one's. (SGLang's own update session, which newer releases demand
 around such requests, is passed by: it prepares SGLang's loader, and a Receiver writes to the parameters itself.)
 
-The plugin also makes SGLang use a request's sampling seed: by itself SGLang does so only in its deterministic mode,
-which costs speed and the prefix cache for more than we need.
+The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
+as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
+does so only in its deterministic mode, which costs speed and the prefix cache for more than we need.
 """
 from __future__ import annotations
 
@@ -18,8 +19,12 @@ import torch.distributed as dist
 
 from .answers import answer, make_receiver
 from .receive import Receiver
+from .watch import require_plain, seen_of, watched
 
 LOAD_FORMAT = "mrl"
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+"""Classes of layers' methods whose kernels read the layer's parameters, unless they rearrange them after loading."""
+REMEDY = "for experts, add '--moe-runner-backend=triton' to rollout.args"
 NO_SEED = 0
 _RECEIVER = "mrl_receiver"
 
@@ -33,6 +38,9 @@ def register() -> None:
         "update_weights_from_tensor", answer_call, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seed_batch, HookType.AFTER)
+    for method in PLAIN_METHODS:
+        HookRegistry.register(f"sglang.srt.layers.quantization.unquant.{method}.process_weights_after_loading",
+                              watch_layer, HookType.AROUND)
 
 
 def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -46,6 +54,17 @@ def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     mine = answer(lambda: _receiver_of(updater), call["method"], call["argument"])
     dist.all_gather_object(answers, mine, updater.tp_cpu_group)  # also keeps the workers from going on alone
     return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(answers))
+
+
+def watch_layer(process: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
+    """Around a method's processing of a layer after loading."""
+    watched(lambda: process(method, layer), layer, recurse=False)
+
+
+def require_plain_layers(model: torch.nn.Module, refresh: Callable[[], None]) -> None:
+    """RuntimeError when a layer may compute from something else than its parameters as the loader wrote them."""
+    require_plain({name: seen_of(layer) for name, layer in model.named_modules()
+                   if getattr(layer, "quant_method", None) is not None}, model, refresh, REMEDY)
 
 
 def seed_batch(info: Any, _cls: type, batch: Any, *_, **__) -> Any:
@@ -65,6 +84,7 @@ def _receiver_of(updater: Any) -> Receiver:
     runner, workers = updater.tp_worker.model_runner, updater.tp_cpu_group
     if _RECEIVER not in runner.__dict__:
         refresh = getattr(runner.model, "post_load_weights", lambda: None)
+        require_plain_layers(runner.model, refresh)
         setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
                                                  dist.get_world_size(workers), refresh))
     return getattr(runner, _RECEIVER)

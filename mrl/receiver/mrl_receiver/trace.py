@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 from unittest.mock import patch
 
 import torch
@@ -57,7 +57,7 @@ class Traced:
     def untouched(self, model: torch.nn.Module) -> list[str]:
         """Parameters that receive nothing."""
         return [name for name, parameter in model.named_parameters()
-                if parameter.numel() and _address(parameter) not in self.written]
+                if parameter.numel() and address(parameter) not in self.written]
 
 
 def trace(tensors: Mapping[str, tuple[Shape, torch.dtype]], model: torch.nn.Module, load: Loader) -> Traced:
@@ -105,20 +105,32 @@ def _in_this_thread() -> Iterator[None]:
 def memory_of(model: torch.nn.Module) -> dict[int, str]:
     """Name of a parameter or buffer, by the address of its storage."""
     named = [*model.named_buffers(), *model.named_parameters()]
-    return {_address(tensor): name for name, tensor in named if tensor.numel()}
+    return {address(tensor): name for name, tensor in named if tensor.numel()}
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
+    """Of its storage."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors among an operation's arguments or results."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
+
+
+def written_by(operation: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    if not operation._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(arguments[position] if position < len(arguments) else keywords.get(argument.name))
+    return [*tensors_in(written)]
 
 
 class _Recorder(TorchDispatchMode):
@@ -154,54 +166,44 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
         keywords = keywords or {}
-        given = [*_tensors(arguments), *_tensors(keywords.values())]
+        given = [*tensors_in(arguments), *tensors_in(keywords.values())]
         names = frozenset().union(*(self._names(tensor) for tensor in given))
-        written = self._written(operation, arguments, keywords)
-        target = next((tensor for tensor in written if _address(tensor) in self.memory), None)
+        written = written_by(operation, arguments, keywords)
+        target = next((tensor for tensor in written if address(tensor) in self.memory), None)
         if target is not None:
             self._write(operation, target, arguments, names)
             return target
         if operation is _aten._local_scalar_dense.default and names:
             self._opaque(names, "reads single values")
         results = operation(*arguments, **keywords)
-        addresses = {_address(tensor) for tensor in given}
-        for tensor in _tensors([results, written]):
-            if _address(tensor) == _address(self.scratch):
+        addresses = {address(tensor) for tensor in given}
+        for tensor in tensors_in([results, written]):
+            if address(tensor) == address(self.scratch):
                 self.origins[tensor] = names
-            elif _address(tensor) not in addresses:
-                self.computed[_address(tensor)] = names
+            elif address(tensor) not in addresses:
+                self.computed[address(tensor)] = names
             elif any(tensor is one for one in written):
-                self.computed[_address(tensor)] = names | self._names(tensor)
+                self.computed[address(tensor)] = names | self._names(tensor)
         return results
 
     def _names(self, tensor: torch.Tensor) -> frozenset[str]:
         """The HF tensors behind a tensor."""
-        if _address(tensor) == _address(self.scratch):
+        if address(tensor) == address(self.scratch):
             return self.origins.get(tensor, frozenset([self.current] if self.current else []))
-        return self.computed.get(_address(tensor), frozenset())
-
-    def _written(self, operation, arguments, keywords) -> list[torch.Tensor]:
-        """The tensors that `operation` writes to."""
-        if not operation._schema.is_mutable:
-            return []
-        written = []
-        for position, argument in enumerate(operation._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written.append(arguments[position] if position < len(arguments) else keywords.get(argument.name))
-        return [*_tensors(written)]
+        return self.computed.get(address(tensor), frozenset())
 
     def _write(self, operation, target: torch.Tensor, arguments: tuple, names: frozenset[str]) -> None:
         if operation in _FILLS and not names:
             self.traced.fills.setdefault(self.current, []).append((operation, tuple(arguments)))
             return
-        self.traced.written.add(_address(target))
+        self.traced.written.add(address(target))
         if operation is _aten.copy_.default:
             self._copy(target, arguments[1], names or frozenset([self.current]))
         else:
             self._opaque(names or frozenset([self.current]), f"writes {self._name(target)} with {operation}")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, names: frozenset[str]) -> None:
-        if _address(source) != _address(self.scratch) or len(names) > 1:
+        if address(source) != address(self.scratch) or len(names) > 1:
             return self._opaque(names, f"converts what it copies to {self._name(target)}")
         (name,) = names
         numel, source = source.numel(), source.expand(target.shape)  # raises where the copy itself would have
@@ -214,7 +216,7 @@ class _Recorder(TorchDispatchMode):
         self.traced.homes.setdefault(name, []).append(Home(lattice, target))
 
     def _name(self, tensor: torch.Tensor) -> str:
-        return self.memory[_address(tensor)]
+        return self.memory[address(tensor)]
 
     def _opaque(self, names: frozenset[str], what: str) -> None:
         group: Optional[set[str]] = set(names)

@@ -2,10 +2,11 @@
 
 vLLM mixes WeightReceiver into its worker class, so its methods can be called on every worker by name; they carry a
 prefix because they share the worker's namespace. Importing this module, which happens in every worker before its
-model is built, also keeps the CPU backend from serving stale weights.
+model is built, also sees to it that what vLLM does with loaded weights is watched, and keeps the CPU backend from
+serving stale ones.
 
-What is particular to vLLM's releases (0.26 … 0.32) is here: the names of a worker's attributes, the tensors that are
-derived from weights, and the layouts of experts that a sync cannot write to.
+What is particular to vLLM's releases (0.26 … 0.32) is here: the names of a worker's attributes, the place where all
+models are processed after loading, and the tensors that are derived from weights.
 """
 from __future__ import annotations
 
@@ -14,14 +15,27 @@ from typing import Any, Iterator
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 
 from .answers import answer, make_receiver
 from .receive import Receiver
+from .watch import require_plain, seen_of, watched
 
-PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON", "CPU"}
-"""MoE backends that compute from the weights as they were loaded; others rearrange them once, after loading."""
+REMEDY = "for experts, add '--moe-backend=triton' to rollout.args"
 
+
+def watch_processing() -> None:
+    """Have everything watched that vLLM does to a model in this process between loading its weights and serving."""
+    usual = base_loader.process_weights_after_loading
+
+    def process(model: torch.nn.Module, *arguments: Any, **keywords: Any) -> None:
+        watched(lambda: usual(model, *arguments, **keywords), model)
+
+    base_loader.process_weights_after_loading = process
+
+
+watch_processing()
 if current_platform.is_cpu():
     from .vllm_cpu import keep_plain_weights
 
@@ -46,17 +60,20 @@ class WeightReceiver:
     def mrl_scramble(self, seed: str) -> dict[str, Any]:
         return answer(self._mrl_receiver, "mrl_scramble", seed)
 
+    def mrl_fingerprint(self) -> dict[str, Any]:
+        return answer(self._mrl_receiver, "mrl_fingerprint")
+
     def _mrl_receiver(self) -> Receiver:
         if "_mrl_receiver_made" not in self.__dict__:
             model = self.model_runner.get_model()
-            require_plain_experts(model)
-            attention = absorbing_attention(model)
+            attention = deriving_attention(model)
 
             def refresh() -> None:
                 with set_current_vllm_config(self.vllm_config):
                     for layer in attention.values():
                         absorb(layer, self.model_config.dtype)
 
+            require_plain({"": seen_of(model)}, model, refresh, REMEDY)
             derived = {f"{name}.{key}" for name, layer in attention.items()
                        for key, _ in layer.named_parameters(recurse=False)}
             self._mrl_receiver_made = make_receiver(model, model.load_weights, self.rank,
@@ -64,19 +81,13 @@ class WeightReceiver:
         return self._mrl_receiver_made
 
 
-def require_plain_experts(model: torch.nn.Module) -> None:
-    """RuntimeError when expert weights are not where vLLM's loader puts them."""
-    for name, module in model.named_modules():
-        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-        if backend is not None and backend.name not in PLAIN_EXPERTS:
-            raise RuntimeError(f"{name}: vLLM's MoE backend {backend.name} rearranges experts' weights after loading, "
-                               "so that a sync cannot reach them; add '--moe-backend=triton' to rollout.args")
-
-
-def absorbing_attention(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The attention layers, by name, that compute from products of their weights made after loading (MLA)."""
+def deriving_attention(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The attention layers, by name, that compute from what they made of their weights after loading: products of them
+    (MLA), or sinks in another dtype (FlashInfer)."""
     return {name: module for name, module in model.named_modules()
-            if hasattr(module, "kv_b_proj") and callable(getattr(module, "process_weights_after_loading", None))}
+            if callable(getattr(module, "process_weights_after_loading", None))
+            and (hasattr(module, "kv_b_proj")
+                 or getattr(getattr(module, "impl", None), "_sinks_source", None) is not None)}
 
 
 def absorb(layer: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ would never be used. Here they compute from the parameters themselves: slower, b
 """
 from __future__ import annotations
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch.nn import functional
@@ -25,6 +25,7 @@ def keep_plain_weights() -> None:
         if hasattr(module, "dispatch_cpu_unquantized_gemm"):
             module.dispatch_cpu_unquantized_gemm = _keep_plain_weight
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _keep_plain_experts
+    cpu_moe.CPUUnquantizedExperts.apply = _with_local_experts(cpu_moe.CPUUnquantizedExperts.apply)
     cpu_moe.cpu_fused_moe = fused_experts
 
 
@@ -36,19 +37,30 @@ def _keep_plain_experts(experts, layer: torch.nn.Module) -> None:
     experts._use_zentorch = False
 
 
+def _with_local_experts(apply: Callable[..., None]) -> Callable[..., None]:
+    """An `apply` that numbers experts as this worker holds them, -1 for those of others: vLLM's own forgets to."""
+    def applied(experts, *, topk_ids: torch.Tensor, expert_map: Optional[torch.Tensor], **others) -> None:
+        if expert_map is not None:
+            topk_ids = expert_map[topk_ids.long()]
+        apply(experts, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    return applied
+
+
 def fused_experts(output: torch.Tensor, hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
                   bias13: Optional[torch.Tensor], bias2: Optional[torch.Tensor], weights: torch.Tensor,
                   experts: torch.Tensor, activation: str, isa: str, weighted: bool) -> None:
     """vLLM's `cpu_fused_moe`, in plain torch.
 
     output, hidden: [tokens, hidden size]; w13: [experts, 2 * intermediate, hidden size], gate above up; w2: [experts,
-    hidden size, intermediate]; weights, experts: [tokens, top k]; weighted: `hidden` carries the weights already.
+    hidden size, intermediate]; weights, experts: [tokens, top k], -1: another worker's; weighted: `hidden` carries the
+    weights already.
     """
     if activation not in _ACTIVATIONS:
         raise NotImplementedError(f"experts with the activation {activation!r} on the CPU; known are "
                                   f"{', '.join(_ACTIVATIONS)}")
     output.zero_()
-    for expert in experts.unique().tolist():
+    for expert in experts[experts >= 0].unique().tolist():
         tokens, places = (experts == expert).nonzero(as_tuple=True)
         gate, up = functional.linear(hidden[tokens], w13[expert],
                                      None if bias13 is None else bias13[expert]).chunk(2, -1)
