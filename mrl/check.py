@@ -245,7 +245,7 @@ def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
 def _engine_rows(plan: Plan) -> Rows:
     engines = plan.placement.engines
     weights = f"{_size(max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1}))}"
-    rows = [(str(index), _engine_sizes(plan.exp), _devices(plan, devices), weights)
+    rows = [(str(index), _engine_sizes(plan.exp.rollout), _devices(plan, devices), weights)
             for index, devices in enumerate(engines[:_MAX_ROWS])]
     return _capped(rows, len(engines))
 
