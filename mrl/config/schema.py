@@ -55,7 +55,7 @@ class Reward(Section):
     """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`, which is what it becomes when it is read."""
 
     kind: Optional[Literal[tuple(KINDS)]] = Field(
-        None, description="short for `parts` with one part of this kind, whose keys stand here beside it; null: see parts")
+        None, description="short for `parts` with one part of this kind, whose keys stand beside it; null: see parts")
     parts: dict[str, AnyPart] = Field(
         {"math": Math(kind="math")}, min_length=1, json_schema_extra={"default": {"math": {"kind": "math"}}},
         description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
