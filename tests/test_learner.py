@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,11 +132,9 @@ def test_metrics_of_several_updates():
 
 
 def test_an_empty_batch_trains_nothing_and_still_renews_the_reference():
-    renewed = []
-    trainer = SimpleNamespace(layout=SimpleNamespace(replicas=2), update_reference=lambda: renewed.append(True))
-    learner = Learner(experiment(algorithm={"kl": {"coef": 0.1, "reference_every": 2}}), trainer,
-                      lambda shares: shares[0], Clock())
+    trainer = Trainer()
+    learner = Learner(experiment(algorithm={"kl": {"coef": 0.1, "reference_every": 2}}), trainer, Scatter(), Clock())
     for step in (0, 1):
         learner.receive([])
         assert learner.train(step) == {}
-    assert renewed == [True]
+    assert trainer.calls == ["update_reference"]

@@ -25,16 +25,17 @@ def _check_filters(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.filters.accuracy_min", str(low), f"at most rollout.filters.accuracy_max ({high})",
                       "swap them")
     if filters.zero_variance and samples < 2:
-        yield Problem("rollout.filters.zero_variance", "true", f"false with batch.samples_per_prompt {samples}: the one "
-                      "reward of a group equals itself, so every group would be left out",
+        yield Problem("rollout.filters.zero_variance", "true", f"false with batch.samples_per_prompt {samples}: the "
+                      "one reward of a group equals itself, so every group would be left out",
                       "use 2 samples or more, or remove the filter")
 
 
 def _check_oversampling(exp: Experiment) -> Iterator[Problem]:
     extra, prompts = exp.rollout.oversample, exp.batch.prompts_per_step
     if extra and not exp.rollout.filters.active:
-        yield Problem("rollout.oversample", str(extra), "0 without rollout.filters: no group is left out, and the first "
-                      "batch.prompts_per_step prompts are the batch", "set a filter, or remove rollout.oversample")
+        yield Problem("rollout.oversample", str(extra), "0 without rollout.filters: no group is left out, and the "
+                      "first batch.prompts_per_step prompts are the batch",
+                      "set a filter, or remove rollout.oversample")
     most = (exp.rollout.dynamic_sampling.max_gen_batches - 1) * prompts
     if extra > most:
         yield Problem("rollout.oversample", str(extra), f"at most {most}: a step draws no more than "

@@ -149,7 +149,8 @@ class Sampling(Section):
 
 class Filters(Section):
     zero_variance: bool = Field(
-        False, description="leave out groups whose samples all have the same reward, before the overlong penalty (DAPO)")
+        False,
+        description="leave out groups whose samples all have the same reward, before the overlong penalty (DAPO)")
     accuracy_min: Optional[Fraction] = Field(
         None, description="leave out groups in which a smaller share of the samples has full marks (reward >= 1)")
     accuracy_max: Optional[Fraction] = Field(None, description="leave out groups in which a larger share has")

@@ -1,8 +1,8 @@
 """The drawing of one training step: which prompts are sampled, and which of their groups make the batch. Pure: no Ray.
 
-The batch is the first `batch.prompts_per_step` groups, in the order of the prompts, that the filters keep. As soon as one
-is rejected the next prompt is drawn, with nothing to wait for in between. The order in which groups happen to finish
-decides nothing, so the same samples make the same batch with any number of engines and workers.
+The batch is the first `batch.prompts_per_step` groups, in the order of the prompts, that the filters keep. As soon as
+one is rejected the next prompt is drawn, with nothing to wait for in between. The order in which groups happen to
+finish decides nothing, so the same samples make the same batch with any number of engines and workers.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rank 0's side of the rollouts: which prompts come next, who is asked, and what is still missing.
 
-While anything is missing a thread takes in finished groups and asks for what replaces rejected ones, so that this goes on
-while rank 0 trains. `lock` is for what the thread and the step loop both change.
+While anything is missing a thread takes in finished groups and asks for what replaces rejected ones, so that this goes
+on while rank 0 trains. `lock` is for what the thread and the step loop both change.
 """
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RolloutService:
         """
         limit = self.experiment.loop.collect_timeout_s
         deadline = time.monotonic() + limit
-        while intake := self.intake:
+        while (intake := self.intake) and not self.failure:
             beat()
             if behind := self._behind_the_last_push():
                 return behind
@@ -239,8 +239,8 @@ class RolloutService:
             _answer(self.workers[index].ask.remote(requests, version), f"rollout worker {index}")
 
     def _revive(self, index: int, method: str, *arguments: Any) -> None:
-        """Call a worker that may have died since the last call; one that did is made ready first, once Ray has restarted
-        it."""
+        """Call a worker that may have died since the last call; one that did is made ready first, when Ray has
+        restarted it."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while True:
             try:

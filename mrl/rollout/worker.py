@@ -109,7 +109,7 @@ class RolloutWorker:
         self.done = [group for group in self.done if group.request not in requests]
 
     def _finished(self, request: GroupRequest, task: asyncio.Task) -> None:
-        del self.tasks[request]
+        self.tasks.pop(request, None)
         if not task.cancelled() and task.exception() is not None:
             self.failure = self.failure or task.exception()
         self.progress.set()

@@ -10,8 +10,9 @@ from mrl.config.schema import Filters
 
 
 @pytest.mark.parametrize("rewards, reason", [
-    ([1, 0, 0, 0], None), ([0, 0, 0, 0], "zero_variance"), ([1, 1, 1, 1], "zero_variance"), ([0.3] * 8, "zero_variance"),
-    ([0.1 + 0.2, 0.3], "zero_variance"), ([0.5, 0.5001], None), ([-1, 1], None), ([7], "zero_variance")])
+    ([1, 0, 0, 0], None), ([0, 0, 0, 0], "zero_variance"), ([1, 1, 1, 1], "zero_variance"),
+    ([0.3] * 8, "zero_variance"), ([0.1 + 0.2, 0.3], "zero_variance"), ([0.5, 0.5001], None),
+    ([-1, 1], None), ([7], "zero_variance")])
 def test_groups_of_equal_rewards(rewards, reason):
     assert rejection(rewards, Filters(zero_variance=True)) == reason
     assert rejection(rewards, Filters()) is None

@@ -129,6 +129,13 @@ def test_memory_of_experts_is_sharded_over_their_repetitions(experiment_file, hf
     assert memory.optimizer == (memory.weights // 4 - experts) * 8 // 4 + experts * 8 // 2
 
 
+def test_check_says_what_dynamic_sampling_may_draw(invoke, experiment_file):
+    result = invoke("check", experiment_file, "rollout.filters.zero_variance=true", "rollout.oversample=2",
+                    "rollout.dynamic_sampling.max_gen_batches=3")
+    assert row(result.output, "prompts drawn a step")[1] == "10 from the start, at most 24"
+    assert "prompts drawn" not in invoke("check", experiment_file).output
+
+
 def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
     result = invoke("check", experiment_file, "trainer.parallel.tp=3", "batch.minibatches=5", "data.train=gone.jsonl")
     assert result.exit_code == 2

@@ -8,7 +8,8 @@ ZERO_VARIANCE = "rollout.filters.zero_variance=true"
 
 
 def found(experiment_file, *overrides) -> dict:
-    return {problem.key: str(problem) for problem in check_experiment(load_experiment(experiment_file, overrides), None)}
+    problems = check_experiment(load_experiment(experiment_file, overrides), None)
+    return {problem.key: str(problem) for problem in problems}
 
 
 @pytest.mark.parametrize("overrides, key, words", [

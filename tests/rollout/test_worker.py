@@ -134,7 +134,7 @@ def test_dropped_requests_are_aborted_and_the_others_finished(make_worker, monke
         worker = make_worker([Holding()])
         await worker.prepare(("train",))
         held[:] = worker.sources[""].prompts[0]
-        running, finished, wanted = (GroupRequest(number, row, 0, 2, "train") for number, row in ((0, 0), (1, 1), (2, 1)))
+        running, finished, wanted = (GroupRequest(i, row, 0, 2, "train") for i, row in enumerate((0, 1, 1)))
         await worker.ask([running, finished], Version(0, 3))
         while not worker.done:
             await asyncio.sleep(0.01)
