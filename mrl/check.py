@@ -254,6 +254,7 @@ def _batch_rows(plan: Plan) -> Rows:
     at_once = max(1, batch.max_tokens_per_microbatch // longest)
     return [
         ("samples a step", f"{batch.prompts_per_step} prompts × {batch.samples_per_prompt} = {samples}"),
+        *_drawing_rows(exp),
         ("optimizer steps a step", f"{batch.minibatches} minibatch(es) × {batch.epochs} epoch(s) = "
                                    f"{batch.minibatches * batch.epochs}"),
         ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.replicas} replica(s) "
@@ -263,6 +264,15 @@ def _batch_rows(plan: Plan) -> Rows:
         ("microbatches", f"at most {ceil(per_replica / at_once)} a minibatch and replica, of "
                          f"{batch.max_tokens_per_microbatch} tokens"),
     ]
+
+
+def _drawing_rows(exp: Experiment) -> Rows:
+    """How many prompts a step may draw, where filters leave groups out."""
+    rollout, prompts = exp.rollout, exp.batch.prompts_per_step
+    if not rollout.filters.active:
+        return []
+    return [("prompts drawn a step", f"{prompts + rollout.oversample} from the start, at most "
+                                     f"{prompts * rollout.dynamic_sampling.max_gen_batches}")]
 
 
 def _memory_rows(plan: Plan) -> Rows:

@@ -43,7 +43,10 @@ def evaluate(experiment: Experiment, model: Path | None) -> int:
                 status.update(f"{len(service.groups['eval'])} of {service.eval_prompts} prompts sampled "
                               f"{experiment.eval.samples_per_prompt} times each")
 
-            service.wait(beat)
+            try:
+                service.wait(beat)
+            finally:
+                service.close()
             groups = service.take("eval")
     metrics = evaluation_metrics(groups)
     with open(run_dir / "samples.jsonl", "w", encoding="utf-8") as file:

@@ -59,8 +59,12 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
         if attempt:
             log.say(f"the trainers were restarted: attempt {attempt}")
     sync = WeightSync(experiment, trainer, engines, run["run_id"], folder=Path(run["weights"]))
-    StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
-             Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+    try:
+        StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
+                 Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+    finally:
+        if rollouts:
+            rollouts.close()
     sync.close()
     if rank == 0:
         log.close()

@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
+from mrl.config.rollout_checks import check_drawing
 from mrl.config.schema import Experiment, RolloutParallel, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
@@ -38,7 +39,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
                 *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
                 *_check_engine_split(exp),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *_check_reward(exp)]
+                *_check_reward(exp), *check_drawing(exp)]
     if exp.eval.every and exp.data.eval is None:
         problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
                                 "set data.eval, or eval.every: 0"))

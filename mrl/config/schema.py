@@ -39,12 +39,23 @@ class Data(Section):
     shuffle: bool = Field(True, description="reshuffle every epoch (reproducible from `seed`)")
 
 
+class Overlong(Section):
+    buffer_tokens: NonNegativeInt = Field(
+        0, description="last tokens before rollout.sampling.max_response_tokens, over which a penalty grows from 0 to "
+                       "`penalty` (DAPO's soft overlong punishment); 0: none")
+    penalty: NonNegativeFloat = Field(1.0, description="what a response at the limit loses")
+    mask_truncated: bool = Field(
+        False, description="do not train on responses cut off at the limit (DAPO's overlong filtering); they count in "
+                           "their group's mean and std all the same")
+
+
 class Reward(Section):
     kind: Literal["math", "exact", "custom"] = Field(
         "math", description="math: math-verify; exact: string equality; custom: your function")
     function: Optional[str] = Field(None, description="for kind custom: 'path.py:function'")
     timeout_s: PositiveFloat = Field(10.0, description="a verifier that takes longer is killed and scores 0")
     processes: PositiveInt = Field(1, description="verifier processes per rollout worker")
+    overlong: Overlong = Overlong()
 
 
 class Batch(Section):
@@ -125,11 +136,46 @@ class Sampling(Section):
     stop_token_ids: list[NonNegativeInt] = Field([], description="besides the model's end-of-sequence tokens")
 
 
+class Filters(Section):
+    zero_variance: bool = Field(
+        False,
+        description="leave out groups whose samples all have the same reward, before the overlong penalty (DAPO)")
+    accuracy_min: Optional[Fraction] = Field(
+        None, description="leave out groups in which a smaller share of the samples has full marks (reward >= 1)")
+    accuracy_max: Optional[Fraction] = Field(None, description="leave out groups in which a larger share has")
+
+    @property
+    def active(self) -> bool:
+        """Whether any group can be left out."""
+        return self.zero_variance or self.accuracy_min is not None or self.accuracy_max is not None
+
+
+class DynamicSampling(Section):
+    max_gen_batches: PositiveInt = Field(
+        10, description="prompts drawn for one step at most, in multiples of batch.prompts_per_step, where filters "
+                        "leave groups out (verl: max_num_gen_batches); 1: no replacements")
+    at_limit: Literal["train", "error"] = Field(
+        "train", description="when the batch is not full by then: train on the groups there are, or end the run")
+
+
+class Priority(Section):
+    by: Literal["none", "failure", "learnability"] = Field(
+        "none", description="probability of a prompt to be drawn in an epoch, by its last accuracy a: 1; 1 - a; or "
+                            "4a(1 - a)")
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.1, description="least such probability")
+
+
 class Rollout(Section):
     engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
     sampling: Sampling = Sampling()
+    filters: Filters = Filters()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    oversample: NonNegativeInt = Field(
+        0, description="prompts of a step sampled from the start beyond batch.prompts_per_step, lest a group be left "
+                       "out; what is not needed is drawn again in the next step")
+    priority: Priority = Priority()
     workers: PositiveInt = Field(1, description="rollout workers (CPU processes that run episodes and rewards)")
     max_concurrent_requests: PositiveInt = Field(256, description="requests in flight per engine")
     host: str = Field("127.0.0.1", description="address the engine server binds")

@@ -39,6 +39,13 @@ class RunLog:
     def step(self, step: int, values: dict[str, float]) -> None:
         """The metrics of one training step, and its progress line."""
         self.metrics(step, {"kind": "train", **values})
+        if missing := values.get("filters/groups_missing"):
+            self.say(f"step {step}: {missing} groups of the batch are missing, since rollout.filters left out "
+                     f"{1 - values['filters/prompts_used']:.0%} of the prompts drawn, up to the limit of "
+                     f"rollout.dynamic_sampling.max_gen_batches")
+        if "actor/grad_norm" not in values:
+            self.say(f"step {step}/{self.steps} trained nothing: no group was left | {values['timing/step']:.2f}s")
+            return
         if values["actor/update_skipped"]:
             self.say(f"step {step}: the gradient was not finite, an update was skipped")
         if values["rollout/logprob_diff"] > self.log.logprob_diff_alarm:

@@ -5,6 +5,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
+import ray
 from ray.exceptions import RayActorError
 
 from mrl.engine.api import Completion, EngineClosed, EngineLost, GenerateRequest
@@ -32,7 +33,10 @@ class Router:
         self.resting_until = [0.0] * len(engines)
 
     async def generate(self, request: GenerateRequest) -> Routed:
-        """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline."""
+        """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline.
+
+        Cancelling it aborts the request in the engine.
+        """
         deadline, losses = time.monotonic() + self.deadline_s, 0
         cost = len(request.prompt_ids) + request.max_tokens
         while (now := time.monotonic()) < deadline:
@@ -42,8 +46,12 @@ class Router:
                 continue
             index = min(ready, key=self.outstanding.__getitem__)
             self.outstanding[index] += cost
+            call = self.engines[index].generate.remote(request)
             try:
-                return Routed(await self.engines[index].generate.remote(request), losses)
+                return Routed(await call, losses)
+            except asyncio.CancelledError:
+                ray.cancel(call)  # else the engine would sample on, for nobody, and the next sync wait for it
+                raise
             except EngineClosed:
                 self.resting_until[index] = time.monotonic() + self.retry_s
             except (EngineLost, RayActorError):

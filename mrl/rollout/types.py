@@ -13,13 +13,17 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume."""
+    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume.
+
+    baseline: sample it once more, greedily, for an advantage that compares with that (ReMax).
+    """
 
     group_id: int
     prompt_index: int
     step: int
     samples: int
     kind: Kind
+    baseline: bool = False
 
 
 @dataclass
@@ -28,7 +32,8 @@ class Trajectory:
 
     tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
-    finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found.
+    finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found;
+    reward: what the graders gave; overlong_penalty: <= 0, for a training response close to the longest.
     """
 
     tokens: np.ndarray
@@ -40,6 +45,12 @@ class Trajectory:
     reward: float = 0.0
     reward_error: str | None = None
     extracted: str | None = None
+    overlong_penalty: float = 0.0
+
+    @property
+    def shaped_reward(self) -> float:
+        """What advantages are made from: the graders' reward with the penalty."""
+        return self.reward + self.overlong_penalty
 
     @property
     def response_length(self) -> int:
@@ -66,8 +77,8 @@ class Group:
 
     @property
     def baseline_reward(self) -> float | None:
-        """The greedy sample's reward; None: there is none."""
-        return self.baseline and self.baseline.reward
+        """The greedy sample's reward, with its overlong penalty; None: there is none."""
+        return self.baseline and self.baseline.shaped_reward
 
     @property
     def version(self) -> Version:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Callable, Sequence
 
 import numpy as np
 
+from mrl.algorithm.shaping import overlong_penalty
 from mrl.config.schema import Experiment
 from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
@@ -32,7 +34,7 @@ class RolloutWorker:
         self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}
         self.prompts: dict[Kind, list[list[int]]] = {"train": [], "eval": []}
         self.done: list[Group] = []
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[GroupRequest, asyncio.Task] = {}
         self.failure: BaseException | None = None
         self.progress = asyncio.Event()
 
@@ -54,16 +56,16 @@ class RolloutWorker:
         """Begin sampling `requests`; `version` is what the engines serve now."""
         for request in requests:
             task = asyncio.get_running_loop().create_task(self._run_group(request, version))
-            self.tasks.add(task)
-            task.add_done_callback(self._finished)
+            self.tasks[request] = task
+            task.add_done_callback(partial(self._finished, request))
 
     async def collect(self, timeout_s: float) -> list[Group]:
-        """The groups finished since the last call, as soon as nothing is running; what there is after `timeout_s`.
+        """The groups finished since the last call, as soon as there are any; none after `timeout_s`.
 
         Raises what broke a group.
         """
         deadline = time.monotonic() + timeout_s
-        while (self.tasks or not self.done) and self.failure is None and (left := deadline - time.monotonic()) > 0:
+        while not self.done and self.failure is None and (left := deadline - time.monotonic()) > 0:
             self.progress.clear()
             try:
                 await asyncio.wait_for(self.progress.wait(), left)
@@ -76,13 +78,19 @@ class RolloutWorker:
 
     async def cancel(self) -> None:
         """Forget everything asked for so far: the trainers were restarted and will ask again."""
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.drop(list(self.tasks))
         self.failure, self.done = None, []
 
-    def _finished(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
+    async def drop(self, requests: list[GroupRequest]) -> None:
+        """Forget these requests, finished or not: the batch is whole without them."""
+        tasks = [task for request in requests if (task := self.tasks.get(request))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.done = [group for group in self.done if group.request not in requests]
+
+    def _finished(self, request: GroupRequest, task: asyncio.Task) -> None:
+        self.tasks.pop(request, None)
         if not task.cancelled() and task.exception() is not None:
             self.failure = self.failure or task.exception()
         self.progress.set()
@@ -93,26 +101,28 @@ class RolloutWorker:
                       str(row[self.experiment.data.answer_key]), started=time.time())
         at_least = asked  # an engine that missed a push must not answer with older weights
         while True:
-            group.trajectories = await asyncio.gather(
-                *(self._sample(group, i, at_least) for i in range(request.samples)))
-            versions = {t.version for t in group.trajectories}
+            sampled = await asyncio.gather(
+                *(self._sample(group, i, at_least) for i in range(request.samples + request.baseline)))
+            versions = {t.version for t in sampled}
             group.regenerated = group.regenerated or versions != {asked}
             if len(versions) == 1:
                 break
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
-        await asyncio.gather(*(self._score(row, t) for t in group.trajectories))
+        await asyncio.gather(*(self._score(row, t) for t in sampled))
+        group.trajectories, group.baseline = sampled[:request.samples], next(iter(sampled[request.samples:]), None)
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
+        """Sample number `sample`; the one after the last of the group is its greedy baseline."""
         experiment, request = self.experiment, group.request
         prompt, sampling = self.prompts[request.kind][request.prompt_index], experiment.rollout.sampling
         completion, losses = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
             seed=request_seed(experiment.seed, request.step, request.group_id, sample),
             max_tokens=sampling.max_response_tokens,
-            temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
+            temperature=self._temperature(request, sample),
             stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
             at_least=at_least,
         ))
@@ -122,7 +132,19 @@ class RolloutWorker:
         tokens[:start], tokens[start:] = prompt, completion.token_ids
         mask[start:], log_probs[start:] = True, completion.log_probs
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
-                          self.encoder.decode(completion.token_ids))
+                          self.encoder.decode(completion.token_ids),
+                          overlong_penalty=self._penalty(request, total - start))
+
+    def _temperature(self, request: GroupRequest, sample: int) -> float:
+        if request.kind == "eval":
+            return self.experiment.eval.temperature
+        return self.experiment.rollout.sampling.temperature if sample < request.samples else 0.0
+
+    def _penalty(self, request: GroupRequest, length: int) -> float:
+        if request.kind == "eval":
+            return 0.0
+        overlong, limit = self.experiment.reward.overlong, self.experiment.rollout.sampling.max_response_tokens
+        return overlong_penalty(length, limit, overlong.buffer_tokens, overlong.penalty)
 
     async def _score(self, row: dict, trajectory: Trajectory) -> None:
         data = self.experiment.data

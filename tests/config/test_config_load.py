@@ -230,10 +230,12 @@ def test_error_survives_pickling(experiment_file):
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
 def test_shipped_configs_load(path, monkeypatch):
     monkeypatch.setenv("MRL_HOME", "/home/of/mrl")
-    monkeypatch.setenv("MRL_VLLM_PYTHON", "/gpu/vllm/bin/python")
+    for engine in ("vllm", "sglang"):
+        monkeypatch.setenv(f"MRL_{engine.upper()}_PYTHON", f"/gpu/{engine}/bin/python")
     exp = load_experiment(path)
     assert exp.model.path.startswith("/home/of/mrl/")
-    assert exp.rollout.python == ("/gpu/vllm" if "gpu" in path.name else "/home/of/mrl/vllm") + "/bin/python"
+    home = "/gpu" if exp.cluster.device == "cuda" else "/home/of/mrl"
+    assert exp.rollout.python == f"{home}/{exp.rollout.engine}/bin/python"
 
 
 def test_supervised_file(monkeypatch):

@@ -40,6 +40,16 @@ def test_what_should_worry_is_said(log, tmp_path):
     assert "disagree on log-probabilities by 0.300" in progress and "an update was skipped" in progress
 
 
+def test_a_batch_that_is_not_full_or_empty_is_said(log, tmp_path):
+    short = {"filters/groups_missing": 3, "filters/prompts_used": 0.25}
+    log.step(3, {**STEP, **short})
+    log.step(4, {**short, "timing/step": 2.0})
+    progress = (tmp_path / "progress.log").read_text()
+    assert "step 3: 3 groups of the batch are missing, since rollout.filters left out 75% of the prompts" in progress
+    assert "step 3/9 reward" in progress and "step 4/9 trained nothing" in progress
+    assert lines(tmp_path / "metrics.jsonl")[1]["filters/groups_missing"] == 3
+
+
 def test_an_evaluation_is_logged_under_the_step_that_asked(log, tmp_path):
     groups = [group(i, [1.0], kind="eval") for i in range(3)]
     log.evaluation(groups)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mrl.algorithm.advantages import estimate
 from mrl.engine.api import Version
 from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
 from tests.rollout.experiments import experiment
@@ -49,6 +50,46 @@ def test_minibatches_hold_whole_groups_in_the_order_of_ids_and_each_sums_to_one(
         samples = [s for microbatch in minibatch for s in microbatch]
         assert len(samples) == 4
         assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("groups, sizes", [(5, [2, 1, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1]), (0, [])])
+def test_minibatches_of_fewer_groups_than_planned(groups, sizes):
+    shares = split_batch([group(i, [1, 0]) for i in range(groups)],
+                         experiment(batch={"prompts_per_step": 6, "minibatches": 3}), replicas=2).shares
+    counts = [sum(len(microbatch) for share in shares for microbatch in share.minibatches[i])
+              for i in range(len(sizes))]
+    assert [len(share.minibatches) for share in shares] == [len(sizes)] * 2
+    assert sorted(counts) == sorted(2 * size for size in sizes)
+    for i in range(len(sizes)):
+        weights = [s["token_weight"].sum() for share in shares for microbatch in share.minibatches[i]
+                   for s in microbatch]
+        assert float(sum(weights)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_truncated_samples_may_be_masked_and_still_count_in_their_group():
+    groups = [group(0, [1, 0, 0, 0], [2, 5, 5, 5])]
+    groups[0].trajectories[1].finish_reason = "length"
+    split = split_batch(groups, experiment(reward={"overlong": {"mask_truncated": True}}), replicas=1)
+    samples = members(split.shares)
+    assert [int(s["loss_mask"].sum()) for s in samples] == [2, 0, 5, 5]
+    assert [float(s["token_weight"].sum()) for s in samples] == pytest.approx([2 / 12, 0, 5 / 12, 5 / 12])
+    advantages = [e.advantage for e in estimate(experiment().algorithm, split.scored)]
+    assert [float(a[-1]) for a in advantages] == pytest.approx([1.5, 0, -0.5, -0.5])  # by the mean and std of all four
+    samples = members(split_batch(groups, experiment(), replicas=1).shares)
+    assert [int(s["loss_mask"].sum()) for s in samples] == [2, 5, 5, 5]
+
+
+def test_the_overlong_penalty_moves_advantages_but_not_accuracy():
+    groups = [group(0, [1, 1])]
+    groups[0].trajectories[0].overlong_penalty = -0.5
+    assert [s.reward for s in split_batch(groups, experiment(), replicas=1).scored] == [0.5, 1]
+    metrics = rollout_metrics(groups, Version(0, 0))
+    assert metrics["rollout/accuracy"] == metrics["reward/mean"] == 1 and metrics["reward/overlong_penalty"] == -0.25
+    assert metrics["rollout/groups_without_signal"] == 0
+
+
+def test_an_empty_batch_has_nothing_to_say():
+    assert rollout_metrics([], Version(0, 0)) == {}
 
 
 def test_replicas_get_equally_many_microbatches():

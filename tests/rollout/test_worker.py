@@ -119,6 +119,48 @@ def test_a_lost_engine_is_counted_even_when_its_weights_come_back(make_worker):
     assert group.regenerated and group.version == Version(0, 3) and len(group.trajectories) == 3
 
 
+def test_dropped_requests_are_aborted_and_the_others_finished(make_worker, monkeypatch):
+    aborted, held = [], []
+    monkeypatch.setattr("ray.cancel", aborted.append)
+
+    class Holding(Gate):
+        async def remote(self, request):
+            if request.prompt_ids == held:
+                await asyncio.Event().wait()
+            return await super().remote(request)
+
+    async def check():
+        worker = make_worker([Holding()])
+        await worker.prepare(("train",))
+        held[:] = worker.prompts["train"][0]
+        running, finished, wanted = (GroupRequest(i, row, 0, 2, "train") for i, row in enumerate((0, 1, 1)))
+        await worker.ask([running, finished], Version(0, 3))
+        while not worker.done:
+            await asyncio.sleep(0.01)
+        await worker.drop([running, finished])
+        await worker.ask([wanted], Version(0, 3))
+        assert [g.request for g in await worker.collect(5)] == [wanted] and not worker.tasks
+        assert len(aborted) == 2 and worker.router.outstanding == [0]  # both samples of the one that was running
+    asyncio.run(asyncio.wait_for(check(), 60))
+
+
+def test_the_greedy_baseline_is_apart_from_the_samples(make_worker):
+    gate = Gate()
+    group, = run(make_worker([gate]), [GroupRequest(0, 0, 4, 2, "train", baseline=True)])
+    assert [request.temperature for request in gate.requests] == [1.0, 1.0, 0.0]
+    assert len(group.trajectories) == 2 and group.baseline_reward == 1.0
+    plain, = run(make_worker([Gate()]), [GroupRequest(0, 0, 4, 2, "train")])
+    assert plain.baseline is None and plain.baseline_reward is None
+
+
+def test_a_long_training_response_loses_some_of_its_reward(make_worker):
+    sections = {"reward": {"kind": "exact", "overlong": {"buffer_tokens": 4, "penalty": 0.5}},
+                "rollout": {"sampling": {"max_response_tokens": 5}}}
+    group, = run(make_worker([Gate()], **sections), [GroupRequest(0, 0, 0, 1, "train", baseline=True)])
+    t, = group.trajectories  # 3 tokens, 2 of the 4 before the limit
+    assert (t.reward, t.overlong_penalty, t.shaped_reward, group.baseline_reward) == (1.0, -0.25, 0.75, 0.75)
+
+
 def test_cancel_forgets_what_was_asked(make_worker):
     gate = Gate()
     worker = make_worker([gate])
