@@ -30,7 +30,7 @@ if [ ! -e "$MRL_HOME/quickstart/model/config.json" ]; then
     echo "making the addition problems and an untrained model"
     "$bin/python" tools/make_quickstart.py --out "$MRL_HOME/quickstart"
     echo "warm start: supervised training on addition (1-2 minutes)"
-    OMP_NUM_THREADS=1 "$bin/torchrun" --standalone --nproc-per-node 2 -m mrl.sft configs/quickstart_sft.yaml
+    "$bin/mrl" sft configs/quickstart_sft.yaml
 fi
 
 exec "$bin/mrl" train configs/quickstart_cpu.yaml "rollout.engine=$engine" "rollout.python=$MRL_HOME/$engine/bin/python" \

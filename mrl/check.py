@@ -19,7 +19,7 @@ from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys, part_keys
-from mrl.config.schema import Experiment
+from mrl.config.schema import Experiment, Rollout, Teacher
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
 from mrl.reshard.boxes import numel
@@ -203,16 +203,20 @@ def _devices(plan: Plan, devices: Sequence[str]) -> str:
 def _partition_rows(plan: Plan) -> Rows:
     exp, placement = plan.exp, plan.placement
     trainers = f"{len(placement.trainers)} trainer rank(s)"
-    engines = f"{exp.engine_count} engine(s) of {_engine_sizes(exp)}, {exp.rollout.workers} rollout worker(s)"
+    engines = f"{exp.engine_count} engine(s) of {_engine_sizes(exp.rollout)}, {exp.rollout.workers} rollout worker(s)"
+    teaching = [device for engine in placement.teachers for device in engine]
+    teachers = [("teacher", _devices(plan, teaching), f"{exp.teacher_count} engine(s) of {_engine_sizes(exp.teacher)}, "
+                 f"{exp.teacher.engine}")] if teaching else []
     if exp.loop.mode == "colocated_sync":
-        return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}")]
+        return [("shared", _devices(plan, placement.trainers), f"{trainers}; {engines}"), *teachers]
     rollout = [device for engine in placement.engines for device in engine]
-    return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines)]
+    return [("trainer", _devices(plan, placement.trainers), trainers), ("rollout", _devices(plan, rollout), engines),
+            *teachers]
 
 
-def _engine_sizes(exp: Experiment) -> str:
+def _engine_sizes(section: Rollout | Teacher) -> str:
     """How an engine is split, as text."""
-    parallel = exp.rollout.parallel
+    parallel = section.parallel
     others = [f"{name} {size}" for name, size in (("ep", parallel.ep), ("dp", parallel.dp)) if size > 1]
     return " ".join([f"tp {parallel.tp}", *others])
 
@@ -241,7 +245,7 @@ def _expert_cells(plan: Plan, at: Coord) -> tuple[str, ...]:
 def _engine_rows(plan: Plan) -> Rows:
     engines = plan.placement.engines
     weights = f"{_size(max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1}))}"
-    rows = [(str(index), _engine_sizes(plan.exp), _devices(plan, devices), weights)
+    rows = [(str(index), _engine_sizes(plan.exp.rollout), _devices(plan, devices), weights)
             for index, devices in enumerate(engines[:_MAX_ROWS])]
     return _capped(rows, len(engines))
 
@@ -256,6 +260,7 @@ def _batch_rows(plan: Plan) -> Rows:
     at_once = max(1, batch.max_tokens_per_microbatch // longest)
     return [
         ("samples a step", f"{batch.prompts_per_step} prompts × {batch.samples_per_prompt} = {samples}"),
+        *_drawing_rows(exp),
         ("optimizer steps a step", f"{batch.minibatches} minibatch(es) × {batch.epochs} epoch(s) = "
                                    f"{batch.minibatches * batch.epochs}"),
         ("samples a minibatch", f"{per_minibatch}, at most {per_replica} on each of {plan.layout.replicas} replica(s) "
@@ -265,6 +270,15 @@ def _batch_rows(plan: Plan) -> Rows:
         ("microbatches", f"at most {ceil(per_replica / at_once)} a minibatch and replica, of "
                          f"{batch.max_tokens_per_microbatch} tokens"),
     ]
+
+
+def _drawing_rows(exp: Experiment) -> Rows:
+    """How many prompts a step may draw, where filters leave groups out."""
+    rollout, prompts = exp.rollout, exp.batch.prompts_per_step
+    if not rollout.filters.active:
+        return []
+    return [("prompts drawn a step", f"{prompts + rollout.oversample} from the start, at most "
+                                     f"{prompts * rollout.dynamic_sampling.max_gen_batches}")]
 
 
 def _memory_rows(plan: Plan) -> Rows:

@@ -9,18 +9,19 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import typer
 from rich.console import Console
 
 from mrl.config.errors import ConfigError, UserError
-from mrl.config.schema import Experiment
+from mrl.config.schema import Experiment, Section
 
 if TYPE_CHECKING:
     from mrl.preflight import Findings
 
 USER_ERROR_CODE = 2
+Kind = TypeVar("Kind", bound=Section)
 
 app = typer.Typer(
     help="Reinforcement learning for large language models: Megatron-core trains, an engine generates.",
@@ -44,6 +45,24 @@ def train(
 
         exp, _ = _checked(experiment, overrides, preflight_training)
         from mrl.cluster import launch
+
+        raise typer.Exit(launch.train(exp, run_dir))
+
+
+@app.command()
+def sft(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[Optional[Path], typer.Option(
+        help="directory of the run; one that exists is resumed. Default: a new one under log.dir")] = None,
+) -> None:
+    """Fine-tune a model on prompts and answers (supervised), as the experiment file says."""
+    with _user_errors():
+        from mrl.config.schema import SftExperiment
+        from mrl.preflight import preflight_sft
+
+        exp, _ = _checked(experiment, overrides, preflight_sft, SftExperiment)
+        from mrl.sft import launch
 
         raise typer.Exit(launch.train(exp, run_dir))
 
@@ -111,7 +130,7 @@ def evaluate_command(
     run: Annotated[Optional[Path], typer.Option(help="evaluate a checkpoint of this run instead")] = None,
     step: Annotated[Optional[int], typer.Option(min=0, help="with --run: its step. Default: the newest")] = None,
 ) -> None:
-    """Held-out accuracy of a model or checkpoint: mean@n, best@n, maj@n."""
+    """Held-out results of a model or checkpoint: mean@n, best@n, maj@n, pass@k, by data set and subset."""
     with _user_errors():
         if model is not None and run is not None:
             raise UserError(f"--model {model} and --run {run} exclude each other: give one")
@@ -123,7 +142,7 @@ def evaluate_command(
         from mrl.preflight import preflight_evaluation
 
         exp, _ = _checked(experiment, [*(overrides or []), *chosen], preflight_evaluation)
-        from mrl.evaluate import evaluate
+        from mrl.evaluation.command import evaluate
 
         if run is None:
             raise typer.Exit(evaluate(exp, None))
@@ -137,12 +156,12 @@ def evaluate_command(
             raise typer.Exit(evaluate(exp, exported))
 
 
-def _checked(path: Path, overrides: list[str] | None,
-             preflight: Callable[[Experiment], Findings]) -> tuple[Experiment, dict[str, Any]]:
+def _checked(path: Path, overrides: list[str] | None, preflight: Callable[[Kind], Findings],
+             kind: type[Kind] = Experiment) -> tuple[Kind, dict[str, Any]]:
     """The experiment and the model's config.json, once `preflight` finds nothing wrong with them."""
     from mrl.config.load import load_with_origins, locate
 
-    exp, origins = load_with_origins(path, overrides or [])
+    exp, origins = load_with_origins(kind, path, overrides or [])
     problems, hf_config = preflight(exp)
     if problems:
         raise ConfigError(locate(problems, origins))

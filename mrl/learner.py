@@ -54,8 +54,17 @@ class Learner:
         self.batch = self.scatter(shares)
 
     def train(self, step: int) -> dict[str, float]:
-        """Train on the batch of step `step`: `epochs` passes over `minibatches` optimizer steps. Returns metrics."""
-        shape, batch, kl = self.experiment.batch, self.batch, self.algorithm.kl
+        """Train on the batch of step `step`, if there is anything in it. Returns its metrics."""
+        metrics, kl = self._update(self.batch) if self.batch.minibatches else {}, self.algorithm.kl
+        self.batch, self.split = None, None
+        if kl.reference_every and (step + 1) % kl.reference_every == 0:
+            with self.clock("update_reference"):
+                self.trainer.update_reference()
+        return metrics
+
+    def _update(self, batch: Batch) -> dict[str, float]:
+        """`epochs` passes over `minibatches` optimizer steps."""
+        shape, kl = self.experiment.batch, self.algorithm.kl
         self._add_log_probs(batch)
         if self.algorithm.needs_trainer_fields:
             with self.clock("advantages"):
@@ -64,16 +73,12 @@ class Learner:
         with self.clock("update_actor"):
             updates = [finished(self.trainer.train(microbatches, loss))
                        for _ in range(shape.epochs) for microbatches in batch.minibatches]
-        self.batch, self.split = None, None
         metrics = {f"actor/{name}": _over_updates(name, [update[name] for update in updates]) for name in updates[0]}
         metrics["rollout/logprob_diff"] = updates[0]["logprob_diff"]  # later minibatches differ by design
         if kl.coef > 0:
             metrics["actor/kl_coef"] = self.kl_coef
             samples = shape.prompts_per_step * shape.samples_per_prompt
             self.kl_coef = adapted_coef(self.kl_coef, metrics["actor/kl"], samples, kl)
-        if kl.reference_every and (step + 1) % kl.reference_every == 0:
-            with self.clock("update_reference"):
-                self.trainer.update_reference()
         return metrics
 
     def _add_log_probs(self, batch: Batch) -> None:

@@ -31,7 +31,7 @@ class StepLoop:
         self.checkpoints, self.rollouts, self.log, self.attempt = checkpoints, rollouts, log, attempt
         self.overlap = experiment.loop.mode == "one_step_overlap"
         self.steps, self.step = experiment.loop.steps, 0
-        self.groups: list[Group] = []  # the collected, untrained batch, whole; on rank 0
+        self.groups: list[Group] | None = None  # the collected, untrained batch, whole; on rank 0
         self.clock = Clock()
         self.learner = Learner(experiment, trainer, scatter, self.clock)
 
@@ -72,9 +72,11 @@ class StepLoop:
 
     def train(self) -> dict[str, float]:
         """Train on the collected batch. Returns its metrics."""
-        metrics = rollout_metrics(self.groups, self.version) if self.rollouts else {}
+        metrics = {}
+        if self.rollouts:
+            metrics = {**rollout_metrics(self.groups, self.version), **self.rollouts.batch_metrics}
         metrics |= self.learner.train(self.step)
-        self.groups = []
+        self.groups = None
         return metrics
 
     def push(self, engines: list[int] | None = None) -> None:
@@ -111,7 +113,7 @@ class StepLoop:
                                               self.experiment.loop.collect_timeout_s):
             self.push(engines)
         if self.rollouts and (evaluated := self.rollouts.take("eval")):
-            self.log.evaluation(evaluated)
+            self.log.evaluation(evaluated, self.experiment.eval, self.experiment.seed)
 
     def share(self, lag: int) -> None:
         if self.rollouts:

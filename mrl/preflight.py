@@ -19,7 +19,8 @@ from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.rewards import Custom, Part, RewardModel
-from mrl.config.schema import Experiment
+from mrl.config.schema import Data, Experiment, Model, SftExperiment, Teacher
+from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into
 
@@ -36,25 +37,35 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
     `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp),
-                 *check_prompts("data.eval", exp.data.eval, exp)]
+    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp.data), *check_heldout(exp)]
     return problems + check_experiment(exp, hf_config, visible_gpus), hf_config
 
 
 def preflight_training(exp: Experiment) -> Findings:
     """What keeps `mrl train` from starting on this machine."""
     problems, hf_config = preflight_plan(exp, count_gpus())
-    return [*problems, *check_engine_python(exp)], hf_config
+    return [*problems, *check_engine_python(exp), *check_teacher_python(exp)], hf_config
 
 
 def preflight_evaluation(exp: Experiment) -> Findings:
     """What keeps `mrl eval` from starting on this machine: it has engines and held-out prompts, but no trainers."""
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.eval", exp.data.eval, exp), *check_engine_python(exp)]
+    problems += [*check_files(exp), *check_heldout(exp), *check_engine_python(exp)]
     return problems + check_evaluation(exp, hf_config, count_gpus()), hf_config
 
 
-def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | None]:
+def preflight_sft(exp: SftExperiment) -> Findings:
+    """What keeps `mrl sft` from starting on this machine."""
+    problems, hf_config = read_model_config(exp)
+    problems += [*check_model_files(exp.model), *check_prompts("data.train", exp.data.train, exp.data)]
+    if exp.data.eval is not None:
+        problems += check_prompts("data.eval", exp.data.eval, exp.data)
+    if (out := Path(exp.out)).exists() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(Problem("out", exp.out, "a new or empty directory", "name another, or remove what is there"))
+    return problems + check_sft(exp, hf_config, count_gpus()), hf_config
+
+
+def read_model_config(exp: Experiment | SftExperiment) -> tuple[list[Problem], dict[str, Any] | None]:
     """config.json of `model.path`; for a hub id it is downloaded (into the Hugging Face cache)."""
     directory = Path(exp.model.path)
     try:
@@ -78,22 +89,42 @@ def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
     """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
-    model = Path(exp.model.path)
-    if model.is_dir():
-        if not any(model.glob("*.safetensors")):
-            yield Problem("model.path", exp.model.path, "a model directory with weights (*.safetensors)",
-                          "model directory without weights: convert or download them")
-        if not (model / "tokenizer.json").exists() and not (model / "tokenizer_config.json").exists():
-            yield Problem("model.path", exp.model.path, "a model directory with a tokenizer (tokenizer.json, "
-                          "tokenizer_config.json)", "copy the tokenizer files into it")
-    if exp.model.chat_template is not None and not Path(exp.model.chat_template).is_file():
-        yield Problem("model.chat_template", exp.model.chat_template, "an existing file", "no such file")
-    for name, part in exp.reward.parts.items():
-        yield from _check_part_files(f"reward.parts.{name}", part)
+    yield from check_model_files(exp.model)
+    if exp.teacher:
+        yield from check_teacher(exp.teacher)
+    for key, reward in exp.rewards.items():
+        for name, part in reward.parts.items():
+            yield from _check_part_files(f"{key}.parts.{name}", part)
     shared = exp.sync.disk_dir
     if shared is not None and not (Path(shared).is_dir() and os.access(shared, os.W_OK | os.X_OK)):
         yield Problem("sync.disk_dir", shared, "an existing directory that can be written",
                       "make it, or mount the file system that trainers and engines share")
+
+
+def check_model_files(model: Model) -> Iterator[Problem]:
+    """Weights, tokenizer and chat template."""
+    if Path(model.path).is_dir():
+        yield from _check_model_directory("model.path", model.path)
+    if model.chat_template is not None and not Path(model.chat_template).is_file():
+        yield Problem("model.chat_template", model.chat_template, "an existing file", "no such file")
+
+
+def check_teacher(teacher: Teacher) -> Iterator[Problem]:
+    """The teacher's weights and tokenizer, if it is no hub id."""
+    if Path(teacher.path).is_dir():
+        yield from _check_model_directory("teacher.path", teacher.path)
+    elif not is_hub_id(teacher.path):
+        yield Problem("teacher.path", teacher.path, "a Hugging Face model directory or hub id", "no such directory")
+
+
+def _check_model_directory(key: str, path: str) -> Iterator[Problem]:
+    directory = Path(path)
+    if not any(directory.glob("*.safetensors")):
+        yield Problem(key, path, "a model directory with weights (*.safetensors)",
+                      "model directory without weights: convert or download them")
+    if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
+        yield Problem(key, path, "a model directory with a tokenizer (tokenizer.json, tokenizer_config.json)",
+                      "copy the tokenizer files into it")
 
 
 def _check_part_files(key: str, part: Part) -> Iterator[Problem]:
@@ -106,18 +137,23 @@ def _check_part_files(key: str, part: Part) -> Iterator[Problem]:
         yield Problem(f"{key}.instruction", part.instruction, "an existing file", "no such file")
 
 
-def check_prompts(key: str, source: str | None, exp: Experiment) -> Iterator[Problem]:
+def check_heldout(exp: Experiment) -> Iterator[Problem]:
+    """The prompts of every held-out data set."""
+    for name, dataset in exp.eval.datasets.items():
+        yield from check_prompts(f"eval.datasets.{name}.path", dataset.path, dataset.columns(exp.data),
+                                 dataset.subset_key)
+
+
+def check_prompts(key: str, source: str, data: Data, subset_key: str | None = None) -> Iterator[Problem]:
     """The prompts that `key` names: every row of a file. A Hugging Face data set is not downloaded for it."""
     allowed = "a .jsonl or .parquet file of prompts and answers, or hf:name[:split]"
-    if source is None:
-        return
     if source.startswith("hf:"):
         if importlib.util.find_spec("datasets") is None:
             yield Problem(key, source, allowed, "hf: needs the Hugging Face datasets library, which is not installed: "
                           f"{sys.executable} -m pip install datasets")
         return
     try:
-        load_prompts(source, exp.data)
+        load_prompts(source, data, subset_key)
     except DataError as error:
         yield Problem(key, source, allowed, str(error))
 
@@ -127,6 +163,13 @@ def check_engine_python(exp: Experiment) -> Iterator[Problem]:
     python, package = exp.rollout.python, exp.rollout.engine
     if reason := look_into(python, package).problem:
         yield Problem("rollout.python", python, f"the Python of an environment that holds {package}", reason)
+
+
+def check_teacher_python(exp: Experiment) -> Iterator[Problem]:
+    """`teacher.python`, likewise, if there is a teacher."""
+    if exp.teacher and (reason := look_into(exp.teacher.python, exp.teacher.engine).problem):
+        yield Problem("teacher.python", exp.teacher.python, "the Python of an environment that holds "
+                      f"{exp.teacher.engine}", reason)
 
 
 def count_gpus() -> int:

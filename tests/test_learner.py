@@ -129,3 +129,12 @@ def test_metrics_of_several_updates():
     metrics = learn({}, batch={"minibatches": 2})[2]
     assert metrics["rollout/logprob_diff"] == 0.0 and metrics["actor/ratio"] == 1.0
     assert "actor/kl" not in metrics
+
+
+def test_an_empty_batch_trains_nothing_and_still_renews_the_reference():
+    trainer = Trainer()
+    learner = Learner(experiment(algorithm={"kl": {"coef": 0.1, "reference_every": 2}}), trainer, Scatter(), Clock())
+    for step in (0, 1):
+        learner.receive([])
+        assert learner.train(step) == {}
+    assert trainer.calls == ["update_reference"]

@@ -16,6 +16,9 @@ from mrl.algorithm.returns import gae, returns_to_go, whiten
 from mrl.config.algorithm import Algorithm
 
 
+_NEEDED_BY = {"values": "gae needs from a critic", "divergence": "distill needs from a teacher"}
+
+
 @dataclass(frozen=True)
 class Scored:
     """One sampled sequence of T tokens, as far as advantages depend on it. Masked positions may hold anything.
@@ -23,6 +26,7 @@ class Scored:
     group: equal for the samples of one prompt. reward: of the whole sequence. mask: bool[T], true on sampled tokens.
     baseline: the reward of the prompt's greedy answer (remax). values: f32[T], the critic's value before each token
     (gae). penalty: f32[T], taken off the reward at each token (the KL from the reference times its coefficient).
+    divergence: f32[T], the student's log-prob of each token less the teacher's (distill).
     """
 
     group: int
@@ -31,6 +35,7 @@ class Scored:
     baseline: float | None = None
     values: Tensor | None = None
     penalty: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ def estimate(algorithm: Algorithm, sequences: Sequence[Scored]) -> list[Estimate
 def _without_critic(algorithm: Algorithm, sequences: Sequence[Scored], rewards: Tensor,
                     penalties: list[Tensor]) -> list[Tensor]:
     """f64[n] of each sequence over its sampled tokens, before whitening."""
+    if algorithm.name == "distill":  # a token answers for itself alone
+        return [-_sampled(sequences, index, "divergence") for index in range(len(sequences))]
     groups = torch.tensor([s.group for s in sequences])
     if algorithm.name in ("grpo", "rloo", "pass_at_k"):  # a whole response is one action
         scores = rewards - torch.stack([penalty.sum() for penalty in penalties])
@@ -112,7 +119,7 @@ def _sampled(sequences: Sequence[Scored], index: int, name: str) -> Tensor:
     """Field `name` of a sequence at its sampled tokens: f64[n]."""
     field = getattr(sequences[index], name)
     if field is None:
-        raise ValueError(f"sequence {index} has no {name}, which algorithm.name gae needs from a critic")
+        raise ValueError(f"sequence {index} has no {name}, which algorithm.name {_NEEDED_BY[name]}")
     values = field[sequences[index].mask].double()
     _require_finite(values, f"sequence {index}: {name}")
     return values

@@ -32,13 +32,14 @@ class Checkpoints:
         return step == self.steps or bool(self.config.every) and step % self.config.every == 0
 
     def save(self, step: int, trainer: Trainer, learner: Learner, rollouts: RolloutService | None,
-             groups: list[Group]) -> None:
-        """Write checkpoint `step`, with the collected, untrained `groups` (on rank 0), and drop the oldest."""
+             groups: list[Group] | None) -> None:
+        """Write checkpoint `step`, with the collected, untrained `groups` (on rank 0; None: none are waiting), and drop
+        the oldest."""
         extra = {}
         if rollouts:
             extra["learner.json"] = json.dumps(learner.state()).encode()
             extra["rollouts.pkl"] = pickle.dumps(rollouts.state())
-            if groups:
+            if groups is not None:  # the filters may have left none of a batch
                 extra["batch.pkl"] = pickle.dumps(groups)
         trainer.save(checkpoint_dir(self.run_dir, step), extra)
         if rollouts:
@@ -46,19 +47,19 @@ class Checkpoints:
                 shutil.rmtree(checkpoint_dir(self.run_dir, old))
 
     def restore(self, trainer: Trainer, learner: Learner,
-                rollouts: RolloutService | None) -> tuple[int, list[Group], bool]:
+                rollouts: RolloutService | None) -> tuple[int, list[Group] | None, bool]:
         """Load the newest checkpoint: its step, its collected batch (on rank 0), and whether it has one (on all ranks).
 
-        (0, [], False) when there is no checkpoint.
+        (0, None, False) when there is no checkpoint.
         """
         steps = saved_steps(self.run_dir)
         if not steps:
-            return 0, [], False
+            return 0, None, False
         directory = checkpoint_dir(self.run_dir, steps[-1])
         trainer.load(directory)
         learner.restore(json.loads((directory / "learner.json").read_text()))
-        batch, groups = directory / "batch.pkl", []
+        batch, groups = directory / "batch.pkl", None
         if rollouts:
             rollouts.restore(pickle.loads((directory / "rollouts.pkl").read_bytes()))
-            groups = pickle.loads(batch.read_bytes()) if batch.exists() else []
+            groups = pickle.loads(batch.read_bytes()) if batch.exists() else None
         return steps[-1], groups, batch.exists()

@@ -23,7 +23,7 @@ PREPARE_TIMEOUT_S = 3600.0
 
 
 class Fleet:
-    """Handles of the actors. `engines[i]` is the gate of engine i."""
+    """Handles of the actors that the loop talks to. `engines[i]` is the gate of engine i."""
 
     def __init__(self, engines: list, workers: list):
         self.engines, self.workers = engines, workers
@@ -37,6 +37,11 @@ class Fleet:
 def find_engines(count: int) -> list:
     """The gates of all engines, by name, in any process of the run."""
     return [ray.get_actor(f"engine-{i}") for i in range(count)]
+
+
+def find_teachers(count: int) -> list:
+    """The gates of the teacher's engines, likewise."""
+    return [ray.get_actor(f"teacher-{i}") for i in range(count)]
 
 
 def connect_ray(address: str, namespace: str) -> None:
@@ -70,13 +75,14 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     from mrl.engine.api import EngineStartError
     from mrl.engine.probe import look_into
     from mrl.engine.server import EngineServer
+    from mrl.engine.teacher import teacher_experiment
     from mrl.engine.versions import version_warning
     from mrl.reward.api import RewardError
     from mrl.rollout.worker import RolloutWorker
 
-    engine, python = experiment.rollout.engine, experiment.rollout.python
-    if warning := version_warning(engine, look_into(python, engine).version):
-        print(f"warning: rollout.python={python}: {warning}", file=sys.stderr, flush=True)
+    for section, key in ((experiment.rollout, "rollout"), (experiment.teacher, "teacher")):
+        if section and (warning := version_warning(section.engine, look_into(section.python, section.engine).version)):
+            print(f"warning: {key}.python={section.python}: {warning}", file=sys.stderr, flush=True)
     connect_ray(os.environ.get("RAY_ADDRESS", "local"), run_id)
     received: list[int] = []
 
@@ -89,12 +95,18 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
     engines: list = []
     try:
         gate = ray.remote(num_cpus=0, max_concurrency=10_000)(EngineServer)
-        for index, gpus in enumerate(place(experiment, trainers=not load_weights).engines):
+        placement, on_gpus = place(experiment, trainers=not load_weights), experiment.cluster.device == "cuda"
+        count, teachers = len(placement.engines), len(placement.teachers)
+        for index, gpus in enumerate(placement.engines):
             engines.append(gate.options(name=f"engine-{index}").remote(
-                experiment, index, run_id, run_dir, gpus if experiment.cluster.device == "cuda" else (), load_weights))
+                experiment, index, run_id, run_dir, gpus if on_gpus else (), load_weights))
+        for index, gpus in enumerate(placement.teachers):  # their numbers go on, so that logs and ports differ
+            engines.append(gate.options(name=f"teacher-{index}").remote(
+                teacher_experiment(experiment), count + index, run_id, run_dir, gpus if on_gpus else (), True))
         # A worker that dies is restarted empty, and RolloutService asks it again. A gate is not: its server went too.
         actor = ray.remote(num_cpus=0, max_concurrency=1_000, max_restarts=-1)(RolloutWorker)
-        workers = [actor.options(name=f"worker-{i}").remote(experiment, partial(find_engines, len(engines)))
+        workers = [actor.options(name=f"worker-{i}").remote(experiment, partial(find_engines, count),
+                                                                 partial(find_teachers, teachers))
                    for i in range(experiment.rollout.workers)]
         kinds = ("eval",) if load_weights else ("train", "eval")
         preparing = [worker.prepare.remote(kinds) for worker in workers]
@@ -104,7 +116,7 @@ def start_fleet(experiment: Experiment, run_id: str, run_dir: Path, load_weights
             ray.get(starting, timeout=experiment.rollout.start_timeout_s + STOP_TIMEOUT_S)
         except (DataError, RewardError, EngineStartError) as error:
             raise UserError(str(error.cause)) from None
-        yield Fleet(engines, workers)
+        yield Fleet(engines[:count], workers)
     except KeyboardInterrupt:
         if received:
             raise SystemExit(128 + received[0]) from None

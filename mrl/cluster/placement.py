@@ -11,12 +11,13 @@ from mrl.preflight import count_gpus, visible_devices
 
 @dataclass(frozen=True)
 class Placement:
-    """Device names, as CUDA_VISIBLE_DEVICES takes them: of the trainer ranks, in rank order, and of each engine's
-    workers. On CPU the names count processes.
+    """Device names, as CUDA_VISIBLE_DEVICES takes them: of the trainer ranks, in rank order, and of the workers of each
+    engine and of each of the teacher's engines. On CPU the names count processes.
     """
 
     trainers: tuple[str, ...]
     engines: tuple[tuple[str, ...], ...]
+    teachers: tuple[tuple[str, ...], ...] = ()
 
 
 def place(experiment: Experiment, trainers: bool = True) -> Placement:
@@ -31,18 +32,25 @@ def assign(experiment: Experiment, visible: Sequence[str] | None, trainers: bool
     """Deal out the devices named `visible`; None: "0", "1", … as many as are needed.
 
     Split mode: trainers take the first devices, engines the rest. Colocated: engines share the trainers' devices.
-    Without `trainers` the engines start at the first device in either mode.
+    The teacher's engines come last. Without `trainers` there are none, and the engines start at the first device in
+    either mode.
     """
-    tp, engines = experiment.rollout.parallel.tp, experiment.engine_count
-    ranks = experiment.trainer_ranks if trainers else 0
+    tp, ranks = experiment.rollout.parallel.tp, experiment.trainer_ranks if trainers else 0
     first = 0 if experiment.loop.mode == "colocated_sync" else ranks
-    needed = max(ranks, first + engines * tp)
+    last = max(ranks, first + experiment.engine_count * tp)
+    teachers, teacher_tp = (experiment.teacher_count, experiment.teacher.parallel.tp) if (
+        trainers and experiment.teacher) else (0, 1)
+    needed = last + teachers * teacher_tp
     names = [str(index) for index in range(needed)] if visible is None else list(visible)
     if len(names) < needed:
         raise UserError(f"too few GPUs: {needed} are needed, and CUDA_VISIBLE_DEVICES names {len(names)} "
                         f"({','.join(names)}): let it name more, or make the partitions under `cluster` smaller")
-    starts = range(first, first + engines * tp, tp)
-    return Placement(tuple(names[:ranks]), tuple(tuple(names[start:start + tp]) for start in starts))
+
+    def workers(first: int, count: int, tp: int) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(names[start:start + tp]) for start in range(first, first + count * tp, tp))
+
+    return Placement(tuple(names[:ranks]), workers(first, experiment.engine_count, tp),
+                     workers(last, teachers, teacher_tp))
 
 
 def ranks_beside(experiment: Experiment) -> tuple[tuple[int, ...], ...]:

@@ -7,26 +7,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch.distributed as dist
 
+from mrl.cluster.rank_log import recorded
 from mrl.config.load import load_experiment
 from mrl.platform import get_platform
 
 
 def main(run_dir: Path, attempt: int) -> None:
     rank = int(os.environ["RANK"])
-    log = os.open(run_dir / "logs" / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
+    with recorded(run_dir, rank):
         run_rank(run_dir, rank, attempt)
-    except Exception:
-        with open(run_dir / "logs" / "failure.txt", "a", encoding="utf-8") as file:
-            file.write(f"rank {rank}:\n{traceback.format_exc()}\n")
-        raise
 
 
 def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
@@ -59,8 +52,12 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
         if attempt:
             log.say(f"the trainers were restarted: attempt {attempt}")
     sync = WeightSync(experiment, trainer, engines, run["run_id"], folder=Path(run["weights"]))
-    StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
-             Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+    try:
+        StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
+                 Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+    finally:
+        if rollouts:
+            rollouts.close()
     sync.close()
     if rank == 0:
         log.close()

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from mrl.config.section import Fraction, Section
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "pass_at_k",
-                        "gae"]
+                        "gae", "distill"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -52,7 +52,8 @@ class Algorithm(Section):
     name: AdvantageName = Field(
         "grpo", description="advantages. Of a sample against its group: grpo, rloo (leave one out), pass_at_k, "
                             "reinforce_plus_plus_baseline; against its prompt's greedy answer: remax; against the "
-                            "batch: reinforce_plus_plus; against a critic: gae (PPO)")
+                            "batch: reinforce_plus_plus; against a critic: gae (PPO). Of a token by "
+                            "the section `teacher`: distill")
     std: Literal["unbiased", "biased", "none"] = Field(
         "unbiased", description="grpo and pass_at_k: the standard deviation of the group that advantages are divided "
                                 "by (none: Dr.GRPO)")

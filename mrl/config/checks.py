@@ -11,8 +11,11 @@ from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
-from mrl.config.reward_checks import check_reward
-from mrl.config.schema import Experiment, RolloutParallel, TrainerParallel
+from mrl.config.reward_checks import check_rewards
+from mrl.config.rollout_checks import check_drawing
+from mrl.config.schema import Experiment, Rollout, RolloutParallel, SftExperiment, Teacher, TrainerParallel
+from mrl.config.section import Section
+from mrl.config.teacher_checks import check_teacher
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -20,8 +23,11 @@ from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
 Cut = Callable[[int], Layout]
 """The layout with one parallel size, all others left out."""
+Against = Callable[[int], list[str]]
+"""Why a model cannot be cut by this size; nothing: it can."""
 
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
+_ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
 # The argument that bounds an engine's share of its GPU's memory.
 _MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
@@ -35,16 +41,17 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
     """
     wanted = _partitions(exp)
-    problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
-                *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
-                *_check_engine_split(exp),
-                *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
-                *check_reward("reward", exp.reward)]
-    if exp.eval.every and exp.data.eval is None:
-        problems.append(Problem("data.eval", "null", f"a file of held-out prompts (eval.every is {exp.eval.every})",
-                                "set data.eval, or eval.every: 0"))
+    problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
+                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
+                *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
+                *(_check_engine_split("teacher", exp.teacher) if exp.teacher else ()),
+                *_check_shared_memory(exp, visible_gpus),
+                *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
+    if exp.eval.every and not exp.eval.datasets:
+        problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
+                                f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
     if hf_config is not None:
-        problems += _check_model(exp, hf_config, _trainer_cuts(exp.trainer.parallel))
+        problems += _check_model(exp, hf_config, trainer_cuts(exp.trainer.parallel))
     return problems
 
 
@@ -55,16 +62,15 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *_check_engine_split(exp), *check_reward("reward", exp.reward)]
-    if exp.data.eval is None:
-        problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
-                                "for example data.eval=heldout.jsonl"))
+                *_check_engine_split("rollout", exp.rollout), *check_rewards(exp)]
+    if not exp.eval.datasets:
+        problems.append(Problem("eval.datasets", "{}", "at least one held-out data set to evaluate on", _ADD_DATASET))
     if hf_config is not None:
         problems += _check_model(exp, hf_config, {})
     return problems
 
 
-def resolved_device(exp: Experiment, visible_gpus: int | None) -> str:
+def resolved_device(exp: Experiment | SftExperiment, visible_gpus: int | None) -> str:
     """"cpu" or "cuda": what `cluster.device: auto` means with this many visible GPUs (None: unknown, taken as cuda)."""
     if exp.cluster.device != "auto":
         return exp.cluster.device
@@ -114,6 +120,7 @@ def _check_counts(exp: Experiment, wanted: tuple[str, ...]) -> Iterator[Problem]
 
 
 def _check_devices(exp: Experiment, partitions: tuple[str, ...], visible_gpus: int | None) -> Iterator[Problem]:
+    """`partitions`: the keys of `cluster` that count GPUs which are needed at once."""
     device = resolved_device(exp, visible_gpus)
     if device == "cpu" and exp.model.dtype == "bfloat16":
         yield Problem("model.dtype", "bfloat16", "float32 on cpu",
@@ -153,7 +160,8 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
     """Log-probs in training are those of the full, temperature-scaled distribution: the engine must sample from it."""
     sampling, why = exp.rollout.sampling, "training needs the log-probs of the full distribution it samples from"
     if sampling.temperature == 0:
-        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}", "use 1.0; eval.temperature may be 0")
+        yield Problem("rollout.sampling.temperature", "0", f"a number > 0: {why}",
+                      "use 1.0; that of eval.datasets may be 0")
     if sampling.top_p < 1:
         yield Problem("rollout.sampling.top_p", str(sampling.top_p), f"1.0: {why}", "remove the key")
     if sampling.top_k not in (-1, 0):
@@ -184,20 +192,20 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
                           f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
 
 
-def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
-    """The sizes of one engine against each other, and against what its server can do."""
-    parallel, engine, tp = exp.rollout.parallel, exp.rollout.engine, exp.rollout.parallel.tp
+def _check_engine_split(key: str, section: Rollout | Teacher) -> Iterator[Problem]:
+    """The sizes of one engine against each other, and against what its server can do. `key`: the section's."""
+    parallel, engine, tp = section.parallel, section.engine, section.parallel.tp
     for name in ("ep", "dp"):
         if tp % getattr(parallel, name):
-            yield Problem(f"rollout.parallel.{name}", str(getattr(parallel, name)),
-                          f"a divisor of rollout.parallel.tp ({tp})", f"use one of {_divisors(tp)}")
+            yield Problem(f"{key}.parallel.{name}", str(getattr(parallel, name)),
+                          f"a divisor of {key}.parallel.tp ({tp})", f"use one of {_divisors(tp)}")
     if engine == "vllm" and parallel.dp > 1:
-        yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with rollout.engine vllm: what the workers of "
+        yield Problem(f"{key}.parallel.dp", str(parallel.dp), f"1 with {key}.engine vllm: what the workers of "
                       "further replicas answer never leaves its server, so their weights could not be checked",
-                      "use 1 and more engines (a smaller rollout.parallel.tp), or rollout.engine: sglang")
+                      f"use 1 and more engines (a smaller {key}.parallel.tp), or {key}.engine: sglang")
     if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
-        yield Problem("rollout.parallel.ep", str(parallel.ep), f"1 or rollout.parallel.tp ({tp}) with rollout.engine "
-                      "vllm, which deals experts out over all GPUs of an engine", "use one of them, or rollout.engine: "
+        yield Problem(f"{key}.parallel.ep", str(parallel.ep), f"1 or {key}.parallel.tp ({tp}) with {key}.engine "
+                      f"vllm, which deals experts out over all GPUs of an engine", f"use one of them, or {key}.engine: "
                       "sglang")
 
 
@@ -240,7 +248,7 @@ def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Prob
                       "remove sync.disk_dir, or set sync.transport: disk")
 
 
-def _trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
+def trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
     """How the trainers cut the model, one parallel size at a time, by the key that gives the size."""
     uneven = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     return {
@@ -263,10 +271,25 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
         yield Problem("model.path", exp.model.path, "a model that can be trained",
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
-        yield from _check_experts(exp, spec)
-    against_each = {key: lambda size, cut=cut: layout_problems(spec, cut(size)) for key, cut in cuts.items()}
-    if not [*_check_engine_split(exp)]:
+        yield from check_experts(exp, spec)
+    against_each = against(spec, cuts)
+    if not [*_check_engine_split("rollout", exp.rollout)]:
         against_each |= _engine_cuts(exp.rollout.parallel, spec)
+    yield from check_cuts(exp, against_each)
+    padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
+    if padded % engine_tp:
+        yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
+                      "use a power of 2")
+    yield from _check_tokens(exp, spec, hf_config)
+
+
+def against(spec: ModelSpec, cuts: Mapping[str, Cut]) -> dict[str, Against]:
+    """By key, why trainers cannot cut the model by a size."""
+    return {key: lambda size, cut=cut: layout_problems(spec, cut(size)) for key, cut in cuts.items()}
+
+
+def check_cuts(exp: Section, against_each: Mapping[str, Against]) -> Iterator[Problem]:
+    """Whether the model can be cut as the sizes at these keys say."""
     found: set[str] = set()
     for key, against in against_each.items():
         size = attrgetter(key)(exp)
@@ -277,14 +300,9 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
             sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not against(n)]
             yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
-    padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
-    if padded % engine_tp:
-        yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
-                      "use a power of 2")
-    yield from _check_tokens(exp, spec, hf_config)
 
 
-def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Callable[[int], list[str]]]:
+def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Against]:
     """By key, why an engine cannot cut the model by a size: MLPs over tp, attention over tp / dp, experts over tp / ep,
     each as Megatron does."""
     def by_tp(tp: int) -> list[str]:
@@ -300,7 +318,8 @@ def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Callab
     return {"rollout.parallel.tp": by_tp, "rollout.parallel.ep": by_ep}
 
 
-def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
+def check_experts(exp: Experiment | SftExperiment, spec: ModelSpec) -> Iterator[Problem]:
+    """What a mixture of experts wants of the trainers, and what a dense model has no use for."""
     parallel, coef = exp.trainer.parallel, exp.trainer.moe.aux_loss_coef
     if spec.moe and parallel.tp > 1 and not parallel.sequence_parallel:
         yield Problem("trainer.parallel.sequence_parallel", "false", "true with trainer.parallel.tp "
@@ -312,11 +331,15 @@ def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _check_tokens(exp: Experiment, spec: ModelSpec, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    longest, limit = exp.data.max_prompt_tokens + exp.rollout.sampling.max_response_tokens, context_limit(hf_config)
-    if limit is not None and longest > limit:
-        yield Problem("rollout.sampling.max_response_tokens", str(exp.rollout.sampling.max_response_tokens),
-                      f"at most {max(0, limit - exp.data.max_prompt_tokens)}: with data.max_prompt_tokens "
-                      f"({exp.data.max_prompt_tokens}) the model reaches {limit} positions", "shorten either")
+    prompt, limit = exp.data.max_prompt_tokens, context_limit(hf_config)
+    responses = {"rollout.sampling": exp.rollout.sampling.max_response_tokens} | {
+        f"eval.datasets.{name}.sampling": dataset.sampling.max_response_tokens or 0
+        for name, dataset in exp.eval.datasets.items()}
+    for key, response in responses.items():
+        if limit is not None and prompt + response > limit:
+            yield Problem(f"{key}.max_response_tokens", str(response),
+                          f"at most {max(0, limit - prompt)}: with data.max_prompt_tokens ({prompt}) the model reaches "
+                          f"{limit} positions", "shorten either")
     for token in exp.rollout.sampling.stop_token_ids:
         if token >= spec.vocab:
             yield Problem("rollout.sampling.stop_token_ids", str(token), f"token ids < {spec.vocab}", "remove it")

@@ -13,29 +13,35 @@ from mrl.config.schema import Experiment
 from mrl.config.section import Section
 
 REQUIRED = "required"
+NAME = "<name>"
+"""Stands in a key for a name that the user chooses."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key. `default` is YAML/JSON text, or `REQUIRED`; `section` is true for a mapping of further keys."""
+    """One dotted key. `default` is YAML/JSON text, or `REQUIRED`; `section` is true for a mapping of further keys.
+
+    `repeated`: the key is one of a section that is listed elsewhere, too.
+    """
 
     name: str
     type: str
     default: str
     description: str
     section: bool = False
+    repeated: bool = False
 
 
 @functools.cache
 def all_keys(kind: type[Section] = Experiment) -> dict[str, Key]:
     """Sections and leaves of a kind of file by dotted name, in the order of the schema."""
     schema = kind.model_json_schema()
-    return {key.name: key for key in _walk(schema, schema.get("$defs", {}), "")}
+    return {key.name: key for key in _walk(schema, schema.get("$defs", {}), "", set())}
 
 
-def leaf_keys() -> list[Key]:
-    """The keys that hold values, in the order of the schema."""
-    return [key for key in all_keys().values() if not key.section]
+def leaf_keys(kind: type[Section] = Experiment) -> list[Key]:
+    """The keys that hold values, in the order of the schema, each kind of section once."""
+    return [key for key in all_keys(kind).values() if not key.section and not key.repeated]
 
 
 def part_keys() -> list[tuple[str, Key]]:
@@ -51,6 +57,7 @@ def part_keys() -> list[tuple[str, Key]]:
 def find_key(name: str, kind: type[Section]) -> Key | None:
     """The key itself, or the key whose value contains it (`rollout.args.0` is part of `rollout.args`)."""
     keys = all_keys(kind)
+    name = _with_placeholders(name, keys)
     while name and (name not in keys):
         name = name.rpartition(".")[0]
     return keys.get(name)
@@ -58,15 +65,16 @@ def find_key(name: str, kind: type[Section]) -> Key | None:
 
 def sibling_keys(name: str, kind: type[Section]) -> list[str]:
     """Last parts of the known keys of the section that `name` is, or would be, in."""
-    parent = name.rpartition(".")[0]
-    return [known.rpartition(".")[2] for known in all_keys(kind) if known.rpartition(".")[0] == parent]
+    keys = all_keys(kind)
+    parent = _with_placeholders(name.rpartition(".")[0], keys)
+    return [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
 
 
 def nearest_key(name: str, kind: type[Section]) -> str | None:
     """The known key a user most likely meant by an unknown one: a sibling with a similar name, else a key of the same
     name in another section, else whatever is spelled most alike."""
     parent, _, leaf = name.rpartition(".")
-    names = list(all_keys(kind))
+    names = [known for known in all_keys(kind) if NAME not in known]
     if close := difflib.get_close_matches(leaf, sibling_keys(name, kind), n=1):
         return f"{parent}.{close[0]}" if parent else close[0]
     if same := [known for known in names if known.rpartition(".")[2] == leaf]:
@@ -75,18 +83,42 @@ def nearest_key(name: str, kind: type[Section]) -> str | None:
     return close[0] if close else None
 
 
-def _walk(section: dict, definitions: dict, prefix: str) -> Iterator[Key]:
+def _with_placeholders(name: str, keys: dict[str, Key]) -> str:
+    """The key with NAME in place of every name that the user chose."""
+    done = ""
+    for part in filter(None, name.split(".")):
+        if f"{done}{part}" not in keys and any(key.startswith(f"{done}{NAME}.") for key in keys):
+            part = NAME
+        done += f"{part}."
+    return done.removesuffix(".")
+
+
+def _walk(section: dict, definitions: dict, prefix: str, seen: set[str], repeated: bool = False) -> Iterator[Key]:
+    """`seen`: titles of the kinds of section met before; an optional section of such a kind is repeated."""
+    seen.add(section["title"])
     required = section.get("required", [])
     for name, field in section["properties"].items():
-        dotted = prefix + name
-        reference = field.get("$ref", "").rpartition("/")[2]
+        dotted, about = prefix + name, field.get("description", "")
         default = REQUIRED if name in required else json.dumps(field.get("default"))
-        if reference:
-            inner = definitions[reference]
+        optional, *_ = field.get("anyOf", [{}])
+        if "$ref" in field:
+            inner = _definition(field, definitions)
             yield Key(dotted, _mapping_text(inner), default, "", section=True)
-            yield from _walk(inner, definitions, dotted + ".")
+            yield from _walk(inner, definitions, f"{dotted}.", seen, repeated)
+        elif "patternProperties" in field:
+            inner = _definition(*field["patternProperties"].values(), definitions)
+            yield Key(dotted, "a mapping of names (letters, digits, _) to sections", default, about, repeated=repeated)
+            yield from _walk(inner, definitions, f"{dotted}.{NAME}.", seen, repeated)
+        elif "$ref" in optional:
+            inner = _definition(optional, definitions)
+            yield Key(dotted, "a mapping or null", default, about, repeated=repeated)
+            yield from _walk(inner, definitions, f"{dotted}.", seen, repeated or inner["title"] in seen)
         else:
-            yield Key(dotted, _type_text(field), default, field.get("description", ""))
+            yield Key(dotted, _type_text(field), default, about, repeated=repeated)
+
+
+def _definition(reference: dict, definitions: dict) -> dict:
+    return definitions[reference["$ref"].rpartition("/")[2]]
 
 
 def _mapping_text(section: dict) -> str:

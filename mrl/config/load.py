@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from mrl.config import source
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.keys import all_keys, find_key, nearest_key, sibling_keys
+from mrl.config.keys import NAME, all_keys, find_key, nearest_key, sibling_keys
 from mrl.config.rewards import KINDS, Part, part_class
 from mrl.config.schema import Experiment, SftExperiment
 from mrl.config.section import Section
@@ -42,9 +42,16 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftExperiment:
     return _load(SftExperiment, path, overrides)[0]
 
 
-def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Experiment, dict[str, str]]:
-    """As `load_experiment`, and where each key was given (dotted key -> "file:line" or the override), for `locate`."""
-    return _load(Experiment, path, overrides)
+def load_like(experiment: Kind, path: str | Path) -> Kind:
+    """As `load_experiment`, for a file of the same kind as `experiment`."""
+    return _load(type(experiment), path, ())[0]
+
+
+def load_with_origins(kind: type[Kind], path: str | Path,
+                      overrides: Sequence[str] = ()) -> tuple[Kind, dict[str, str]]:
+    """The file as one of that kind, and where each key was given (dotted key -> "file:line" or the override), for
+    `locate`. Raises as `load_experiment`."""
+    return _load(kind, path, overrides)
 
 
 def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple[Kind, dict[str, str]]:
@@ -64,7 +71,7 @@ def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple
     raise ConfigError(locate(problems, layer.origins))
 
 
-def dump_experiment(experiment: Experiment, path: str | Path) -> None:
+def dump_experiment(experiment: Section, path: str | Path) -> None:
     """Write the resolved experiment, every key included, as a file that `load_experiment` reads back unchanged."""
     text = yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     Path(path).write_text("# The resolved experiment: files, overrides and defaults together.\n" + text,
@@ -87,36 +94,51 @@ def absolute_paths(experiment: Kind) -> Kind:
 
     Symbolic links are kept: a virtual environment's `python` is one, and works only under its own name.
     """
-    rules: dict[str, Callable[[str], str]] = {
+    rules: dict[str, Callable[[Any], Any]] = {
         "out": _absolute,
-        "model.path": lambda value: value if is_hub_id(value) else _absolute(value),
+        "model.path": _absolute_model,
         "model.chat_template": _absolute,
         "data.train": _absolute_data,
         "data.eval": _absolute_data,
-        "rollout.python": lambda value: _absolute(value) if "/" in value else value,
+        f"eval.datasets.{NAME}.path": _absolute_data,
+        f"eval.datasets.{NAME}.reward.parts.{NAME}": _absolute_part,
+        f"reward.parts.{NAME}": _absolute_part,
+        "rollout.python": _absolute_python,
+        "teacher.path": _absolute_model,
+        "teacher.python": _absolute_python,
         "log.dir": _absolute,
         "sync.disk_dir": _absolute,
     }
     known = all_keys(type(experiment))
     for key, rule in rules.items():
-        if key in known:
+        if key.partition(f".{NAME}")[0] in known:
             experiment = _with(experiment, key.split("."), rule)
-    if "reward.parts" in known:
-        experiment = _with(experiment, ["reward", "parts"], lambda parts: {
-            name: _absolute_part(part) for name, part in parts.items()})
     return experiment
 
 
-def _with(section: Kind, parts: list[str], rule: Callable[[Any], Any]) -> Kind:
-    """A copy of the section in which `rule` was applied to the key at `parts`, unless that is null."""
+def _with(value: Any, parts: list[str], rule: Callable[[Any], Any]) -> Any:
+    """A copy of a section in which `rule` was applied to the key at `parts`, unless that, or a section on the way to
+    it, is null. NAME among the parts stands for every name there is."""
+    if not value:
+        return value
+    if not parts:
+        return rule(value)
     name, *rest = parts
-    value = getattr(section, name)
-    changed = _with(value, rest, rule) if rest else rule(value) if value else value
-    return section.model_copy(update={name: changed})
+    if name == NAME:
+        return {key: _with(section, rest, rule) for key, section in value.items()}
+    return value.model_copy(update={name: _with(getattr(value, name), rest, rule)})
 
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute_model(value: str) -> str:
+    return value if is_hub_id(value) else _absolute(value)
+
+
+def _absolute_python(value: str) -> str:
+    return _absolute(value) if "/" in value else value
 
 
 def _absolute_data(value: str) -> str:

@@ -10,10 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mrl.config.errors import Problem
-from mrl.config.schema import Experiment
+from mrl.config.section import Section
 
 MAY_DIFFER = (
-    "loop.steps", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*", "sync.*", "trainer.env",
+    "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*",
+    "sync.*", "trainer.env",
     "rollout.python", "rollout.args", "rollout.env", "rollout.host", "rollout.port", "rollout.workers",
     "rollout.max_concurrent_requests", "reward.processes", "reward.parts.*.url", "reward.parts.*.retries",
     "reward.parts.*.backoff_s", "reward.parts.*.max_concurrent", "reward.parts.*.api_key_env",
@@ -21,7 +22,7 @@ MAY_DIFFER = (
 """Patterns of dotted keys: lengths of the run, waits, outputs, and the means by which the same thing is computed."""
 
 
-def resume_problems(stored: Experiment, new: Experiment) -> list[Problem]:
+def resume_problems(stored: Section, new: Section) -> list[Problem]:
     """Every key that differs although the run is to go on as the same one, in the order of the schema.
 
     Args:

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 
 from mrl.config.errors import Problem
 from mrl.config.rewards import Code, Custom, Format, Length, Part, RewardModel
-from mrl.config.schema import Reward
+from mrl.config.schema import Experiment, Reward
 
 RESERVED_NAMES = ("mean", "max", "min", "errors")
 """Names of metrics `reward/<name>` that no part may have."""
+
+
+def check_rewards(exp: Experiment) -> Iterator[Problem]:
+    """`check_reward` of the training data's reward and of those that held-out data sets have of their own."""
+    for section, reward in exp.rewards.items():
+        yield from check_reward(section, reward)
 
 
 def check_reward(section: str, reward: Reward) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+DatasetName = Annotated[str, Field(pattern=r"^\w+$")]
 
 
 class Model(Section):
@@ -30,8 +31,7 @@ class Model(Section):
 
 class Data(Section):
     train: str = Field(description=".jsonl, .parquet, 'hf:name[:split]' (pip install datasets) or "
-                       "'reasoning_gym:task[:option=value,...]' (pip install reasoning-gym)")
-    eval: Optional[str] = Field(None, description="held-out prompts, same formats; null: no evaluation")
+                        "'reasoning_gym:task[:option=value,...]' (pip install reasoning-gym)")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer handed to the reward")
     system_prompt: Optional[str] = Field(None, description="put before a string prompt as a system message")
@@ -39,6 +39,16 @@ class Data(Section):
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt allowed, in tokens")
     overlong_prompt: Literal["error", "drop"] = Field("error", description="what to do with a longer prompt")
     shuffle: bool = Field(True, description="reshuffle every epoch (reproducible from `seed`)")
+
+
+class Overlong(Section):
+    buffer_tokens: NonNegativeInt = Field(
+        0, description="last tokens before rollout.sampling.max_response_tokens, over which a penalty grows from 0 to "
+                       "`penalty` (DAPO's soft overlong punishment); 0: none")
+    penalty: NonNegativeFloat = Field(1.0, description="what a response at the limit loses")
+    mask_truncated: bool = Field(
+        False, description="do not train on responses cut off at the limit (DAPO's overlong filtering); they count in "
+                           "their group's mean and std all the same")
 
 
 class Reward(Section):
@@ -51,6 +61,7 @@ class Reward(Section):
         description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
                     "and their keys")
     processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
+    overlong: Overlong = Overlong()
 
     @model_validator(mode="before")
     @classmethod
@@ -136,11 +147,46 @@ class Sampling(Section):
     stop_token_ids: list[NonNegativeInt] = Field([], description="besides the model's end-of-sequence tokens")
 
 
+class Filters(Section):
+    zero_variance: bool = Field(
+        False,
+        description="leave out groups whose samples all have the same reward, before the overlong penalty (DAPO)")
+    accuracy_min: Optional[Fraction] = Field(
+        None, description="leave out groups in which a smaller share of the samples has full marks (reward >= 1)")
+    accuracy_max: Optional[Fraction] = Field(None, description="leave out groups in which a larger share has")
+
+    @property
+    def active(self) -> bool:
+        """Whether any group can be left out."""
+        return self.zero_variance or self.accuracy_min is not None or self.accuracy_max is not None
+
+
+class DynamicSampling(Section):
+    max_gen_batches: PositiveInt = Field(
+        10, description="prompts drawn for one step at most, in multiples of batch.prompts_per_step, where filters "
+                        "leave groups out (verl: max_num_gen_batches); 1: no replacements")
+    at_limit: Literal["train", "error"] = Field(
+        "train", description="when the batch is not full by then: train on the groups there are, or end the run")
+
+
+class Priority(Section):
+    by: Literal["none", "failure", "learnability"] = Field(
+        "none", description="probability of a prompt to be drawn in an epoch, by its last accuracy a: 1; 1 - a; or "
+                            "4a(1 - a)")
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.1, description="least such probability")
+
+
 class Rollout(Section):
     engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
     sampling: Sampling = Sampling()
+    filters: Filters = Filters()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    oversample: NonNegativeInt = Field(
+        0, description="prompts of a step sampled from the start beyond batch.prompts_per_step, lest a group be left "
+                       "out; what is not needed is drawn again in the next step")
+    priority: Priority = Priority()
     workers: PositiveInt = Field(1, description="rollout workers (CPU processes that run episodes and rewards)")
     max_concurrent_requests: PositiveInt = Field(256, description="requests in flight per engine")
     host: str = Field("127.0.0.1", description="address the engine server binds")
@@ -148,6 +194,16 @@ class Rollout(Section):
     start_timeout_s: PositiveFloat = Field(600.0, description="longest wait for an engine to come up")
     request_timeout_s: PositiveFloat = Field(3600.0, description="longest wait for one completion")
     max_restarts: NonNegativeInt = Field(3, description="restarts of one engine before the run gives up")
+    args: list[str] = Field([], description="extra command-line arguments of the engine server, not the ones mrl sets")
+    env: dict[str, str] = Field({}, description="extra environment of the engine server")
+
+
+class Teacher(Section):
+    path: str = Field(description="Hugging Face model directory or hub id, with the student's tokenizer")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of its weights")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
+    python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
+    parallel: RolloutParallel = RolloutParallel()
     args: list[str] = Field([], description="extra command-line arguments of the engine server, not the ones mrl sets")
     env: dict[str, str] = Field({}, description="extra environment of the engine server")
 
@@ -181,6 +237,8 @@ class Cluster(Section):
     trainer_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the trainer partition")
     rollout_gpus: Optional[PositiveInt] = Field(None, description="one_step_overlap: GPUs of the rollout partition")
     gpus: Optional[PositiveInt] = Field(None, description="colocated_sync: GPUs that trainers and engines share")
+    teacher_gpus: Optional[PositiveInt] = Field(
+        None, description="GPUs of the teacher's engines, in either mode; with `teacher` alone")
     gpus_per_node: PositiveInt = Field(8, description="GPUs of one machine; with the next two, what plans of a sync "
                                        "reckon with")
     nic_gb_s: PositiveFloat = Field(50.0, description="network bandwidth of one GPU in one direction, 10^9 bytes/s")
@@ -188,11 +246,38 @@ class Cluster(Section):
         400.0, description="bandwidth between the GPUs of one machine, of each in one direction, 10^9 bytes/s")
 
 
+class EvalSampling(Section):
+    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0: greedy")
+    top_p: Fraction = Field(1.0, description="nucleus mass")
+    top_k: int = Field(-1, ge=-1, description="number of tokens kept; -1: all of them")
+    max_response_tokens: Optional[PositiveInt] = Field(
+        None, description="longest response, in tokens; null: as rollout.sampling")
+
+
+class EvalDataset(Section):
+    path: str = Field(description="held-out prompts, in one of the formats of data.train")
+    samples_per_prompt: PositiveInt = Field(1, description="samples of each prompt")
+    max_prompts: Optional[PositiveInt] = Field(None, description="first N prompts; null: all")
+    sampling: EvalSampling = EvalSampling()
+    prompt_key: Optional[str] = Field(None, description="column with the prompt; null: data.prompt_key")
+    answer_key: Optional[str] = Field(None, description="column with the reference answer; null: data.answer_key")
+    subset_key: Optional[str] = Field(None, description="column whose values divide the prompts into subsets that are "
+                                      "reported one by one, e.g. level; null: none")
+    reward: Optional[Reward] = Field(None, description="as the section `reward`; null: the experiment's own")
+
+    def columns(self, data: Data) -> Data:
+        """The `data` section with this data set's own columns."""
+        own = {"prompt_key": self.prompt_key, "answer_key": self.answer_key}
+        return data.model_copy(update={key: column for key, column in own.items() if column is not None})
+
+
 class Eval(Section):
     every: NonNegativeInt = Field(0, description="evaluate before step 0, every N steps and after the last; 0: never")
-    samples_per_prompt: PositiveInt = Field(1, description="samples of each held-out prompt")
-    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature of evaluation; 0: greedy")
-    max_prompts: Optional[PositiveInt] = Field(None, description="first N held-out prompts; null: all")
+    datasets: dict[DatasetName, EvalDataset] = Field(
+        {}, description="held-out data sets, each under a name of its own")
+    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.95, description="confidence of the intervals of results (bootstrap over prompts)")
+    save_samples: bool = Field(True, description="write every evaluated sample to a file")
 
 
 class Checkpoint(Section):
@@ -200,37 +285,55 @@ class Checkpoint(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 
-class Log(Section):
+class SftLog(Section):
     dir: str = Field("runs", description="run directories are made under it")
     tensorboard: bool = Field(True, description="also write TensorBoard event files")
+
+
+class Log(SftLog):
     logprob_diff_alarm: PositiveFloat = Field(
         0.2, description="say so when trainer and engine log-probs differ by more than this on average")
     trajectories_per_step: NonNegativeInt = Field(4, description="sampled trajectories written out readably each step")
 
 
+class SftData(Data):
+    eval: Optional[str] = Field(None, description="held-out prompts and answers, same formats; null: none")
+
+
 class SftBatch(Section):
     samples_per_step: PositiveInt = Field(description="samples of one optimizer step")
     max_tokens_per_microbatch: PositiveInt = Field(
-        16384, description="tokens one forward/backward holds on one data-parallel replica")
+        16384, description="tokens one forward/backward holds on one data-parallel replica: as many samples are packed "
+                           "into its row as fit")
+
+
+class SftEval(Section):
+    every: NonNegativeInt = Field(
+        0, description="loss on data.eval before step 1, every N steps and after the last; 0: never")
 
 
 class SftCluster(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible")
+    trainer_gpus: PositiveInt = Field(1, description="trainer ranks, one a GPU; on cpu they are processes")
 
 
 class SftExperiment(Section):
-    """One supervised fine-tuning: everything `mrl.sft` needs to know. torchrun decides the number of ranks."""
+    """One supervised fine-tuning: everything `mrl sft` needs to know."""
 
+    name: str = Field("sft", pattern=r"^[A-Za-z0-9._-]+$", description="run directories are named after it")
     seed: NonNegativeInt = Field(1, description="of the samples' order and initialisation")
-    out: str = Field(description="directory to write, as a Hugging Face checkpoint")
+    out: str = Field(description="new directory for the result, a Hugging Face checkpoint")
     steps: PositiveInt = Field(description="optimizer steps, at most")
     stop_below: NonNegativeFloat = Field(
         0.0, description="stop when the loss, averaged over 20 steps, is below; 0: never")
     model: Model
-    data: Data
+    data: SftData
     batch: SftBatch
     trainer: Trainer = Trainer()
+    eval: SftEval = SftEval()
     cluster: SftCluster = SftCluster()
+    checkpoint: Checkpoint = Checkpoint(every=0)
+    log: SftLog = SftLog()
 
 
 class Experiment(Section):
@@ -245,6 +348,8 @@ class Experiment(Section):
     batch: Batch
     trainer: Trainer = Trainer()
     rollout: Rollout
+    teacher: Optional[Teacher] = Field(
+        None, description="model to learn from, served by engines of its own; with algorithm.name distill alone")
     sync: Sync = Sync()
     loop: Loop
     cluster: Cluster
@@ -265,7 +370,25 @@ class Experiment(Section):
         return (count or 0) // self.rollout.parallel.tp
 
     @property
+    def teacher_count(self) -> int:
+        """Engines of the teacher: `cluster.teacher_gpus` / `teacher.parallel.tp`; 0 without a teacher."""
+        return (self.cluster.teacher_gpus or 0) // self.teacher.parallel.tp if self.teacher else 0
+
+    @property
     def data_parallel(self) -> int:
         """Groups of trainer ranks that work on samples of their own."""
         parallel = self.trainer.parallel
         return self.trainer_ranks // (parallel.tp * parallel.pp * parallel.cp)
+
+    @property
+    def engine_tokens(self) -> int:
+        """Tokens that an engine must hold of one sample, prompt and response together."""
+        responses = [self.rollout.sampling.max_response_tokens,
+                     *(dataset.sampling.max_response_tokens or 0 for dataset in self.eval.datasets.values())]
+        return self.data.max_prompt_tokens + max(responses)
+
+    @property
+    def rewards(self) -> dict[str, Reward]:
+        """Every section that describes a reward, by its key."""
+        own = {f"eval.datasets.{name}.reward": dataset.reward for name, dataset in self.eval.datasets.items()}
+        return {"reward": self.reward, **{key: reward for key, reward in own.items() if reward is not None}}

@@ -16,13 +16,14 @@ class DataError(ValueError):
     """A data file or a row in it cannot be used; the message names file and row."""
 
 
-def load_prompts(source: str, data: schema.Data) -> list[Row]:
+def load_prompts(source: str, data: schema.Data, subset_key: str | None = None) -> list[Row]:
     """All rows of a prompt source, each checked to hold a prompt and an answer.
 
     Args:
         source: a .jsonl or .parquet file, 'hf:name[:split]' (split `train` unless given) for the Hugging Face
             `datasets` library, or 'reasoning_gym:task[:option=value,...]' for the reasoning-gym package.
         data: tells the names of the prompt and answer columns.
+        subset_key: one more column that every row must have.
 
     Returns:
         one dict a row, in the order of the source, with all its columns.
@@ -33,7 +34,7 @@ def load_prompts(source: str, data: schema.Data) -> list[Row]:
     """
     rows = []
     for place, row in _read(source, data):
-        _check_row(row, place, data)
+        _check_row(row, place, data, subset_key)
         rows.append(row)
     if not rows:
         raise DataError(f"{source} has no rows: give a data set with at least one prompt")
@@ -51,8 +52,8 @@ def _read(source: str, data: schema.Data) -> Iterator[tuple[str, Any]]:
     path = Path(source)
     if not path.is_file():
         raise DataError(f"data file {source} does not exist (looked for {path.resolve()}): "
-                        "correct data.train or data.eval; a Hugging Face data set is written hf:name, a "
-                        "task of reasoning-gym reasoning_gym:task")
+                        "correct the path; a Hugging Face data set is written hf:name, a task of reasoning-gym "
+                        "reasoning_gym:task")
     if path.suffix == ".jsonl":
         yield from _read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -114,11 +115,11 @@ def _make_up(source: str, data: schema.Data) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{source} cannot be made: {error}") from error
 
 
-def _check_row(row: Any, place: str, data: schema.Data) -> None:
+def _check_row(row: Any, place: str, data: schema.Data, subset_key: str | None) -> None:
     if not isinstance(row, dict):
         raise DataError(f"{place} holds a {type(row).__name__}, not an object with columns")
-    for key, setting in ((data.prompt_key, "data.prompt_key"), (data.answer_key, "data.answer_key")):
-        if row.get(key) is None:
+    for key, setting in ((data.prompt_key, "prompt_key"), (data.answer_key, "answer_key"), (subset_key, "subset_key")):
+        if key is not None and row.get(key) is None:
             state = "empty" if key in row else "missing"
             raise DataError(f"{place}: column {key!r} ({setting}) is {state}; the row has: {', '.join(map(str, row))}")
     prompt = row[data.prompt_key]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from mrl.config import schema
 from mrl.data.prompts import DataError, Row
@@ -37,10 +37,7 @@ class PromptEncoder:
 
     def __init__(self, model_path: str, data: schema.Data, chat_template: str | None = None):
         self._data = data
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"model.path {model_path} has no usable tokenizer: {error}") from error
+        self._tokenizer = _load_tokenizer(model_path, "model.path")
         if chat_template is not None:
             if not Path(chat_template).is_file():
                 raise DataError(f"model.chat_template {chat_template} does not exist: give the path of a Jinja file")
@@ -64,6 +61,16 @@ class PromptEncoder:
     def eos_id(self) -> int:
         """The id that ends an assistant turn: the tokenizer's end-of-sequence token, else the first stop id."""
         return self._stop_ids[0] if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
+
+    def require_same_tokens(self, model_path: str) -> None:
+        """DataError unless the model at `model_path` gives every token the same id."""
+        mine, other = self._tokenizer.get_vocab(), _load_tokenizer(model_path, "teacher.path").get_vocab()
+        differing = [token for token in sorted({*mine, *other}) if mine.get(token) != other.get(token)]
+        if differing:
+            raise DataError(
+                f"teacher.path {model_path} has another tokenizer than the model: {len(differing)} tokens have other ids, "
+                f"for example {differing[0]!r} ({mine.get(differing[0])} and {other.get(differing[0])}). The teacher scores "
+                "the student's token ids: take a teacher with the student's tokenizer")
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The chat a row stands for. A string prompt gets `system_prompt` and `prompt_suffix`, a list is left as is."""
@@ -150,3 +157,10 @@ class PromptEncoder:
             raise DataError(f"neither tokenizer nor configuration of {model_path} names an end-of-sequence token: "
                             "set eos_token_id in its config.json")
         return stop_ids
+
+
+def _load_tokenizer(model_path: str, key: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key} {model_path} has no usable tokenizer: {error}") from error

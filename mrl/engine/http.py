@@ -64,6 +64,10 @@ class HttpServer(ABC):
         """(token ids, log-probs, finish reason as the engine says it)."""
 
     @abstractmethod
+    async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
+        """log p of each token given those before it, by the model itself: temperature 1, all tokens kept."""
+
+    @abstractmethod
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         """Call a method of `mrl_receiver.answers` on every worker; their answers, by rank."""
 
@@ -103,6 +107,14 @@ class HttpServer(ABC):
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"engine {self.index} returned {len(token_ids)} tokens but {len(log_probs)} log-probs")
         return token_ids, log_probs, finish_reason
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """`token_log_probs`, one for each token; 0 for the first. Raises as `generate`."""
+        log_probs = await self.token_log_probs(token_ids)
+        if len(log_probs) != len(token_ids) or None in log_probs[1:]:
+            raise RuntimeError(f"engine {self.index} was given {len(token_ids)} tokens to score and returned "
+                               f"{sum(value is not None for value in log_probs)} log-probs of {len(log_probs)}")
+        return [0.0, *log_probs[1:]]
 
     async def reset_prefix_cache(self, timeout_s: float) -> None:
         """Forget every cached key and value. Retries while aborted requests still hold blocks. RuntimeError."""
@@ -145,11 +157,6 @@ class HttpServer(ABC):
         """model.path, for a process with another working directory."""
         path = Path(self.experiment.model.path)
         return str(path.resolve()) if path.is_dir() else self.experiment.model.path
-
-    @property
-    def longest_sample(self) -> int:
-        """Tokens of the longest prompt and response together."""
-        return self.experiment.data.max_prompt_tokens + self.experiment.rollout.sampling.max_response_tokens
 
     async def post(self, route: str, body: Mapping[str, Any], timeout_s: Optional[float] = None) -> Any:
         """The server's JSON answer (None: an empty one). EngineLost when it goes away, RuntimeError when it refuses."""

@@ -13,7 +13,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Coroutine, Optional, Sequence
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, Prepared, SyncError,
@@ -85,17 +85,17 @@ class EngineServer:
         EngineLost when the engine dies or does not answer within rollout.request_timeout_s, upon which it is
         restarted; RuntimeError when it rejects the request.
         """
-        self._require_open(request.at_least)
-        self._outstanding += request.max_tokens
-        try:
-            await self._take_slot()
-            try:
-                self._require_open(request.at_least)  # much may have happened while we waited
-                return await self._sample(request)
-            finally:
-                self._slots.release()
-        finally:
-            self._outstanding -= request.max_tokens
+        version, answer = await self._serve(
+            request.max_tokens, request.at_least, lambda server: server.generate(request))
+        return Completion(*answer, version)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """log p of each token given those before it, with the weights being served; 0 for the first.
+
+        Of the model's own distribution: temperature 1, all tokens kept. Raises as `generate`.
+        """
+        _, log_probs = await self._serve(len(token_ids), None, lambda server: server.score(token_ids))
+        return log_probs
 
     async def prepare(self, request: SyncRequest) -> Prepared:
         """Take on the plan of a new link: the workers trace it while the engine serves (where it can), and prove its
@@ -166,6 +166,21 @@ class EngineServer:
 
     # -- generation
 
+    async def _serve(self, cost: int, at_least: Optional[Version],
+                     ask: Callable[[Any], Coroutine]) -> tuple[Version, Any]:
+        """What the server answers to `ask(server)`, and the version that answered. `cost`: tokens, for the router."""
+        self._require_open(at_least)
+        self._outstanding += cost
+        try:
+            await self._take_slot()
+            try:
+                self._require_open(at_least)  # much may have happened while we waited
+                return await self._ask(ask)
+            finally:
+                self._slots.release()
+        finally:
+            self._outstanding -= cost
+
     async def _take_slot(self) -> None:
         """Wait for one of rollout.max_concurrent_requests slots. EngineClosed when abort() was called meanwhile."""
         aborts = self._aborts
@@ -187,10 +202,10 @@ class EngineServer:
         if at_least is not None and self._version < at_least:
             raise EngineClosed(f"engine {self._index} serves version {self._version}, and {at_least} is wanted")
 
-    async def _sample(self, request: GenerateRequest) -> Completion:
+    async def _ask(self, ask: Callable[[Any], Coroutine]) -> tuple[Version, Any]:
         version, incarnation = self._version, self._incarnation
         timeout_s = self._experiment.rollout.request_timeout_s
-        task = asyncio.create_task(self._server.generate(request))
+        task = asyncio.create_task(ask(self._server))
         self._in_flight.add(task)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
@@ -199,10 +214,10 @@ class EngineServer:
                                  f"{timeout_s:g}", incarnation)
             if task.cancelled():
                 raise EngineClosed(f"engine {self._index}: the request was aborted half way")
-            token_ids, log_probs, finish_reason = self._unless_lost(task.result, incarnation)
+            answer = self._unless_lost(task.result, incarnation)
             if (self._version, self._incarnation) != (version, incarnation):
                 raise EngineLost(f"engine {self._index} went from version {version} to {self._version} while sampling")
-            return Completion(token_ids, log_probs, finish_reason, version)
+            return version, answer
         finally:
             self._in_flight.discard(task)
             task.cancel()

@@ -33,7 +33,7 @@ class SglangServer(HttpServer):
             "--host", rollout.host, "--port", str(port), "--log-level-http", "warning",
             "--load-format", "auto" if self.load_weights else "dummy", "--dtype", self.experiment.model.dtype,
             "--random-seed", str(self.experiment.seed % 2**31 + self.index),
-            "--context-length", str(self.longest_sample),
+            "--context-length", str(self.experiment.engine_tokens),
             "--max-running-requests", str(rollout.max_concurrent_requests),
             "--tp-size", str(rollout.parallel.tp), "--ep-size", str(rollout.parallel.ep), "--grammar-backend", "none",
             "--sampling-backend", "pytorch",  # the one that takes a seed for each request
@@ -42,7 +42,8 @@ class SglangServer(HttpServer):
             command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
-        cached = max(self.longest_sample, min(CPU_CACHED_TOKENS, self.longest_sample * rollout.max_concurrent_requests))
+        longest = self.experiment.engine_tokens
+        cached = max(longest, min(CPU_CACHED_TOKENS, longest * rollout.max_concurrent_requests))
         return [*command, "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", str(cached),
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
                 "--sleep-on-idle"]  # an idle scheduler would keep a core busy
@@ -73,6 +74,12 @@ class SglangServer(HttpServer):
         about = answer["meta_info"]
         log_probs = [log_prob for log_prob, _, _ in about["output_token_logprobs"]]
         return answer["output_ids"], log_probs, about["finish_reason"]["type"]
+
+    async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
+        answer = await self.post("/generate", {
+            "input_ids": token_ids, "return_logprob": True, "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}})
+        return [log_prob for log_prob, _, _ in answer["meta_info"]["input_token_logprobs"]]
 
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         call = base64.b64encode(json.dumps({"method": method, "argument": argument}).encode()).decode()

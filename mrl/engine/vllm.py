@@ -30,7 +30,7 @@ class VllmServer(HttpServer):
             "--load-format", "auto" if self.load_weights else "dummy", "--dtype", self.experiment.model.dtype,
             "--seed", str(self.experiment.seed % 2**31 + self.index),
             "--worker-extension-cls", "mrl_receiver.vllm.WeightReceiver",
-            "--max-model-len", str(self.longest_sample), "--max-num-seqs", str(rollout.max_concurrent_requests),
+            "--max-model-len", str(self.experiment.engine_tokens), "--max-num-seqs", str(rollout.max_concurrent_requests),
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]
@@ -41,7 +41,7 @@ class VllmServer(HttpServer):
             # server dies. So prompts are prefilled whole.
             # Of its two backends for MLA, the one for AMX drops the weights that a sync writes to. Ignored without MLA.
             command += ["--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend", "CPU_MLA",
-                        "--max-num-batched-tokens", str(max(self.longest_sample, CPU_BATCHED_TOKENS))]
+                        "--max-num-batched-tokens", str(max(self.experiment.engine_tokens, CPU_BATCHED_TOKENS))]
         return command
 
     def variables(self) -> dict[str, str]:
@@ -67,6 +67,13 @@ class VllmServer(HttpServer):
         choice = answer["choices"][0]
         log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         return choice["token_ids"] or [], log_probs, choice["finish_reason"]
+
+    async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
+        answer = await self.post("/v1/completions", {
+            "model": MODEL_NAME, "prompt": token_ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0})
+        # One mapping a token, from the token's id to about it; none for the first.
+        entries = answer["choices"][0]["prompt_logprobs"]
+        return [entry and entry[str(token)]["logprob"] for token, entry in zip(token_ids, entries, strict=True)]
 
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         answer = await self.post("/collective_rpc", {"method": method, "args": [] if argument is None else [argument]},

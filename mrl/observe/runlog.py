@@ -5,8 +5,9 @@ import json
 import time
 from pathlib import Path
 
-from mrl.config.schema import Log
-from mrl.rollout.evaluation import evaluation_metrics
+from mrl.config.schema import Eval, Log, SftLog
+from mrl.evaluation.report import flat_metrics, reports
+from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group
 from mrl.stream.report import PushReport
 
@@ -16,12 +17,10 @@ _ERRORS_SHOWN = 5
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
 
-    def __init__(self, run_dir: Path, log: Log, steps: int, attempt: int):
-        self.log, self.steps, self.attempt = log, steps, attempt
+    def __init__(self, run_dir: Path, log: Log | SftLog, steps: int, attempt: int):
+        self.run_dir, self.log, self.steps, self.attempt = run_dir, log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
-        self.trajectory_dir = run_dir / "trajectories"
-        self.trajectory_dir.mkdir(exist_ok=True)
         self.board = None
         if log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -41,6 +40,13 @@ class RunLog:
     def step(self, step: int, values: dict[str, float]) -> None:
         """The metrics of one training step, and its progress line."""
         self.metrics(step, {"kind": "train", **values})
+        if missing := values.get("filters/groups_missing"):
+            self.say(f"step {step}: {missing} groups of the batch are missing, since rollout.filters left out "
+                     f"{1 - values['filters/prompts_used']:.0%} of the prompts drawn, up to the limit of "
+                     f"rollout.dynamic_sampling.max_gen_batches")
+        if "actor/grad_norm" not in values:
+            self.say(f"step {step}/{self.steps} trained nothing: no group was left | {values['timing/step']:.2f}s")
+            return
         if values["actor/update_skipped"]:
             self.say(f"step {step}: the gradient was not finite, an update was skipped")
         if values["rollout/logprob_diff"] > self.log.logprob_diff_alarm:
@@ -54,13 +60,17 @@ class RunLog:
                  f"len {values['rollout/response_length']:.1f} logprob_diff {values['rollout/logprob_diff']:.4f} "
                  f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
 
-    def evaluation(self, groups: list[Group]) -> None:
-        """Held-out results, under the step that asked for them."""
-        step, values = groups[0].request.step, evaluation_metrics(groups)
-        self.trajectories(f"eval_{step:06d}", groups)
-        self.metrics(step, {"kind": "eval", **values})
-        shown = " ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "@" in name)
-        self.say(f"evaluation after step {step}: {shown} ({values['eval/prompts']} prompts)")
+    def evaluation(self, groups: list[Group], config: Eval, seed: int) -> None:
+        """Held-out results, under the step that asked for them, and the samples they come from."""
+        step, found = groups[0].request.step, reports(groups, config, seed)
+        self.metrics(step, {"kind": "eval", **flat_metrics(found)})
+        self.unscored(f"evaluation after step {step}", groups)
+        if config.save_samples:
+            save_samples(self.run_dir / "evaluations" / f"step_{step:06d}", found)
+        for name, report in found.items():
+            shown = " ".join(f"{result.removesuffix('/mean')} {value:.3f}"
+                             for result, (value, *_) in report.results.items() if "@" in result)
+            self.say(f"evaluation after step {step}: {name} {shown} ({report.counts['prompts']} prompts)")
 
     def push(self, step: int, report: PushReport) -> None:
         """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""
@@ -77,24 +87,27 @@ class RunLog:
                      f"them: {', '.join(report.unverified[:5])}")
 
     def trajectories(self, name: str, groups: list[Group]) -> None:
-        """The first sample of the first log.trajectories_per_step groups, one JSON object a line.
-
-        Samples that could not be scored are named in the progress log, up to _ERRORS_SHOWN of them.
-        """
-        unscored = [(group, i, t) for group in groups for i, t in enumerate(group.trajectories) if t.reward_error]
-        for group, i, t in unscored[:_ERRORS_SHOWN]:
-            self.say(f"{name}: sample {i} of group {group.request.group_id} (row {group.request.prompt_index}) could "
-                     f"not be scored: {t.reward_error}")
-        if len(unscored) > _ERRORS_SHOWN:
-            self.say(f"{name}: nor could {len(unscored) - _ERRORS_SHOWN} others")
+        """The first sample of the first log.trajectories_per_step groups, one JSON object a line."""
+        self.unscored(name, groups)
         chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
-        with open(self.trajectory_dir / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        folder = self.run_dir / "trajectories"
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,
                     "reward": t.reward, "reward_parts": t.reward_parts, "reward_error": t.reward_error,
                     "finish_reason": t.finish_reason,
                     "version": str(t.version), "group": group.request.group_id}, ensure_ascii=False) + "\n")
+
+    def unscored(self, name: str, groups: list[Group]) -> None:
+        """Samples that could not be scored are named in the progress log, up to _ERRORS_SHOWN of them."""
+        unscored = [(group, i, t) for group in groups for i, t in enumerate(group.trajectories) if t.reward_error]
+        for group, i, t in unscored[:_ERRORS_SHOWN]:
+            self.say(f"{name}: sample {i} of group {group.request.group_id} (row {group.request.prompt_index}) could "
+                     f"not be scored: {t.reward_error}")
+        if len(unscored) > _ERRORS_SHOWN:
+            self.say(f"{name}: nor could {len(unscored) - _ERRORS_SHOWN} others")
 
     def close(self) -> None:
         self.metrics_file.close()

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from mrl.algorithm.advantages import Scored
+from mrl.algorithm.filters import accuracy
 from mrl.algorithm.weights import token_weights
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
@@ -77,21 +78,23 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> S
     """Samples with their token weights, cut into minibatches and microbatches, and dealt out to replicas.
 
     A minibatch holds whole groups; its token weights are made over all replicas, so that no later split of it into
-    microbatches can change the gradient. ValueError when the groups do not divide into minibatches.
+    microbatches can change the gradient. Groups that batch.minibatches does not divide make minibatches that differ by
+    one group; fewer groups than that make as many minibatches as there are groups, and no groups make none.
     """
     batch = experiment.batch
-    if len(groups) % batch.minibatches:
-        raise ValueError(f"{len(groups)} groups do not divide into batch.minibatches = {batch.minibatches}")
+    minibatches = min(batch.minibatches, len(groups))
     groups = sorted(groups, key=lambda group: group.request.group_id)
-    samples = [_sample(t) for group in groups for t in group.trajectories]
-    scored = [Scored(group.request.group_id, t.reward, mask=torch.from_numpy(t.loss_mask.copy()),
-                     baseline=group.baseline_reward) for group in groups for t in group.trajectories]
-    size = len(groups) // batch.minibatches
-    minibatch_of = [position // size for position, group in enumerate(groups) for _ in group.trajectories]
+    sampled = [(group, t) for group in groups for t in group.trajectories]
+    samples = [_sample(t, experiment.reward.overlong.mask_truncated) for _, t in sampled]
+    scored = [Scored(group.request.group_id, t.shaped_reward, mask=sample["loss_mask"],
+                     baseline=group.baseline_reward, divergence=_divergence(t))
+              for (group, t), sample in zip(sampled, samples)]
+    minibatch_of = [position * minibatches // len(groups) for position, group in enumerate(groups)
+                    for _ in group.trajectories]
     _weigh(samples, minibatch_of, [s.group for s in scored], experiment)
 
     split = Split([Batch([]) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
-    for minibatch in range(batch.minibatches):
+    for minibatch in range(minibatches):
         members = [index for index, own in enumerate(minibatch_of) if own == minibatch]
         lengths = [len(samples[index]["tokens"]) for index in members]
         dealt = assign(lengths, replicas, batch.max_tokens_per_microbatch)
@@ -101,12 +104,22 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> S
     return split
 
 
-def _sample(trajectory: Trajectory) -> Sample:
+def _sample(trajectory: Trajectory, mask_truncated: bool) -> Sample:
+    mask = torch.from_numpy(trajectory.loss_mask.copy())
+    if mask_truncated and trajectory.finish_reason == "length":
+        mask = torch.zeros_like(mask)
     return {
         "tokens": torch.from_numpy(trajectory.tokens.copy()),
-        "loss_mask": torch.from_numpy(trajectory.loss_mask.copy()),
+        "loss_mask": mask,
         "rollout_log_prob": torch.from_numpy(trajectory.rollout_log_prob.copy()),
     }
+
+
+def _divergence(trajectory: Trajectory) -> torch.Tensor | None:
+    """log p of each token by the weights that sampled it, less the teacher's: f32[T], 0 at masked tokens."""
+    if trajectory.teacher_log_prob is None:
+        return None
+    return torch.from_numpy(trajectory.rollout_log_prob - trajectory.teacher_log_prob)
 
 
 def _weigh(samples: list[Sample], minibatch_of: list[int], group_of: list[int], experiment: Experiment) -> None:
@@ -119,11 +132,23 @@ def _weigh(samples: list[Sample], minibatch_of: list[int], group_of: list[int], 
         sample["token_weight"], sample["mean_weight"] = weight, share
 
 
-def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
-    """What the sampled batch was like. `accuracy` is the share of samples with full marks (reward ≥ 1).
+def distillation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How far the student is from its teacher: the mean over sampled tokens of log p - log p(teacher), an unbiased
+    estimate of KL(student || teacher) of a token, in nats. Nothing without a teacher."""
+    taught = [t for t in trajectories if t.teacher_log_prob is not None]
+    tokens = sum(t.response_length for t in taught)
+    total = sum(float((t.rollout_log_prob - t.teacher_log_prob).sum(dtype="float64")) for t in taught)
+    return {"distill/reverse_kl": total / tokens} if tokens else {}
 
+
+def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
+    """What the sampled batch was like; {} for an empty one.
+
+    `accuracy` is the share of samples with full marks. Rewards are the graders', without the overlong penalty;
     reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could not score.
     """
+    if not groups:
+        return {}
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories]
     lengths = [t.response_length for t in trajectories]
@@ -135,14 +160,16 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
         **{f"reward/{part}": sum(t.reward_parts[part] for t in trajectories) / n
            for part in trajectories[0].reward_parts},
         "reward/errors": sum(t.reward_error is not None for t in trajectories),
-        "rollout/accuracy": sum(r >= 1 for r in rewards) / n,
+        "reward/overlong_penalty": sum(t.overlong_penalty for t in trajectories) / n,
+        "rollout/accuracy": accuracy(rewards),
         "rollout/response_length": sum(lengths) / n,
         "rollout/response_length_max": max(lengths),
         "rollout/truncated": sum(t.finish_reason == "length" for t in trajectories) / n,
         "rollout/groups_without_signal":
-            sum(len({t.reward for t in group.trajectories}) == 1 for group in groups) / len(groups),
+            sum(len({t.shaped_reward for t in group.trajectories}) == 1 for group in groups) / len(groups),
         "rollout/groups_regenerated": sum(g.regenerated for g in groups),
         "rollout/version_lag": sum(current.step - g.version.step for g in groups) / len(groups),
         "rollout/tokens": sum(lengths),
+        **distillation_metrics(trajectories),
         "timing/generate_sequences": max(g.finished for g in groups) - min(g.started for g in groups),
     }

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+from typing import Any, Awaitable, Callable, NamedTuple
 
+import ray
 from ray.exceptions import RayActorError
 
 from mrl.engine.api import Completion, EngineClosed, EngineLost, GenerateRequest
@@ -32,9 +33,21 @@ class Router:
         self.resting_until = [0.0] * len(engines)
 
     async def generate(self, request: GenerateRequest) -> Routed:
-        """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline."""
+        """The completion of `request`. Raises TimeoutError when no engine has answered by the deadline.
+
+        Cancelling it aborts the request in the engine.
+        """
+        return Routed(*await self._ask(len(request.prompt_ids) + request.max_tokens,
+                                       lambda engine: engine.generate.remote(request)))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """log p of each token given those before it, 0 for the first. Raises as `generate`."""
+        log_probs, _ = await self._ask(len(token_ids), lambda engine: engine.score.remote(token_ids))
+        return log_probs
+
+    async def _ask(self, cost: int, ask: Callable[[Any], Awaitable]) -> tuple[Any, int]:
+        """What an engine answers, and how many times one was lost meanwhile. `cost`: tokens to be worked on."""
         deadline, losses = time.monotonic() + self.deadline_s, 0
-        cost = len(request.prompt_ids) + request.max_tokens
         while (now := time.monotonic()) < deadline:
             ready = [i for i in range(len(self.engines)) if self.resting_until[i] <= now]
             if not ready:
@@ -42,8 +55,12 @@ class Router:
                 continue
             index = min(ready, key=self.outstanding.__getitem__)
             self.outstanding[index] += cost
+            call = ask(self.engines[index])
             try:
-                return Routed(await self.engines[index].generate.remote(request), losses)
+                return await call, losses
+            except asyncio.CancelledError:
+                ray.cancel(call)  # else the engine would sample on, for nobody, and the next sync wait for it
+                raise
             except EngineClosed:
                 self.resting_until[index] = time.monotonic() + self.retry_s
             except (EngineLost, RayActorError):

@@ -1,6 +1,11 @@
-"""Rank 0's side of the rollouts: which prompts come next, who is asked, and what is still missing."""
+"""Rank 0's side of the rollouts: which prompts come next, who is asked, and what is still missing.
+
+While anything is missing a thread takes in finished groups and asks for what replaces rejected ones, so that this goes
+on while rank 0 trains. `lock` is for what the thread and the step loop both change.
+"""
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, Callable
 
@@ -9,12 +14,16 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from mrl.config.schema import Experiment
 from mrl.data.order import PromptOrder
+from mrl.data.priority import Priority
 from mrl.engine.api import EngineStatus, Version
+from mrl.rollout.draw import StepDraw
 from mrl.rollout.types import Group, GroupRequest, Kind
 
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 120.0
 """How long an actor may take over a call that does no work."""
+RESTART_POLL_S = 0.1
+CLOSE_TIMEOUT_S = 10.0
 FAILED_PUSHES_ALLOWED = 3
 
 
@@ -32,25 +41,41 @@ class RolloutService:
             self._revive(index, "cancel")
         for index, engine in enumerate(engines):
             _answer(engine.abort.remote(attempt), f"engine {index}", default=None)
-        sizes: dict[Kind, int] = _answer(workers[0].sizes.remote(), "rollout worker 0")
-        self.order = PromptOrder(sizes["train"], experiment.seed, experiment.data.shuffle) if sizes["train"] else None
-        self.eval_prompts = min(sizes["eval"], experiment.eval.max_prompts or sizes["eval"])
+        sizes: dict[str, int] = _answer(workers[0].sizes.remote(), "rollout worker 0")
+        training = sizes.pop("")
+        self.order = _order(experiment, training) if training else None
+        self.heldout = sizes
         self.missing: list[dict[tuple[Kind, int], tuple[GroupRequest, Version]]] = [{} for _ in workers]
         self.groups: dict[Kind, list[Group]] = {"train": [], "eval": []}
+        self.draw: StepDraw | None = None  # of the training batch asked for and not settled yet
+        self.settled_metrics: dict[str, float] = {}
+        self.batch_metrics: dict[str, float] = {}
+        """How the batch last taken came about."""
         self.polls: dict = {}
         self.dealt = 0
+        self.lock = threading.RLock()
+        self.intake: threading.Thread | None = None  # runs while anything is missing
+        self.failure: Exception | None = None
+        self.closed = False
         self.served = Version(0, 0)
         self.failed_pushes = [0] * len(engines)
 
     def ask_training(self, step: int, version: Version) -> None:
-        """Ask for batch `step`; the engines serve `version` now."""
-        batch, first = self.experiment.batch, self.order.position
-        self._ask([GroupRequest(first + i, draw.row, step, batch.samples_per_prompt, "train")
-                   for i, draw in enumerate(self.order.take(batch.prompts_per_step))], version)
+        """Ask for batch `step`, when the one before has been taken; the engines serve `version` now.
+
+        Groups that rollout.filters reject are replaced as they come in, until the batch is whole.
+        """
+        with self.lock:
+            self.draw = StepDraw(self.experiment, step, version)
+            self._draw_prompts()
 
     def ask_evaluation(self, version: Version) -> None:
-        samples = self.experiment.eval.samples_per_prompt
-        self._ask([GroupRequest(i, i, version.step, samples, "eval") for i in range(self.eval_prompts)], version)
+        """Ask for every held-out prompt, of all data sets; the engines serve `version` now."""
+        datasets = self.experiment.eval.datasets
+        prompts = [(name, row) for name, size in self.heldout.items() for row in range(size)]
+        with self.lock:
+            self._ask([GroupRequest(i, row, version.step, datasets[name].samples_per_prompt, "eval", name)
+                       for i, (name, row) in enumerate(prompts)], version)
 
     def wait(self, beat: Callable[[], None]) -> list[int]:
         """Wait until everything asked for is there: []. Or until engines need the current weights: their indices.
@@ -59,20 +84,24 @@ class RolloutService:
         """
         limit = self.experiment.loop.collect_timeout_s
         deadline = time.monotonic() + limit
-        while any(self.missing):
+        while (intake := self.intake) and not self.failure:
             beat()
-            self._poll()
             if behind := self._behind_the_last_push():
                 return behind
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after loop.collect_timeout_s={limit:.0f} s, {sum(map(len, self.missing))} groups "
                                    f"are still missing")
+            intake.join(POLL_S)
+        if self.failure:
+            raise self.failure
         return []
 
     def take(self, kind: Kind) -> list[Group]:
         """What `wait` waited for, in the order of group ids."""
         groups = sorted(self.groups[kind], key=lambda group: group.request.group_id)
         self.groups[kind] = []
+        if kind == "train":
+            self.batch_metrics, self.settled_metrics = self.settled_metrics, {}
         return groups
 
     def without(self, version: Version) -> list[int]:
@@ -88,10 +117,54 @@ class RolloutService:
                 raise RuntimeError(f"engine {index} refused the weights {FAILED_PUSHES_ALLOWED} times: {error}")
 
     def state(self) -> dict:
-        return self.order.state()
+        """What a checkpoint keeps (JSON-able). A batch that is not settled is not part of it: it is asked for again."""
+        return {"order": self.order.state(), "batch_metrics": self.batch_metrics}
 
     def restore(self, state: dict) -> None:
-        self.order.restore(state)
+        """Go on where `state()` was taken."""
+        self.order.restore(state["order"])
+        self.batch_metrics = state["batch_metrics"]
+
+    def close(self) -> None:
+        """End the thread, whatever is still missing: it must not use Ray when Ray ends."""
+        self.closed = True
+        if intake := self.intake:
+            intake.join(CLOSE_TIMEOUT_S)
+
+    def _draw_prompts(self) -> None:
+        """Ask for as many prompts as the draw wants now."""
+        draw, new = self.draw, []
+        position = draw.requests[-1].group_id + 1 if draw.requests else self.order.position
+        samples, baseline = self.experiment.batch.samples_per_prompt, self.experiment.algorithm.name == "remax"
+        for _ in range(draw.wanted()):
+            number = self.order.first_from(position)
+            new.append(GroupRequest(number, self.order.at(number).row, draw.step, samples, "train", baseline=baseline))
+            position = number + 1
+        draw.requests += new
+        self._ask(new, draw.version)
+
+    def _settle(self) -> None:
+        """The batch is whole, or the limit is reached: hand it over, and forget what was drawn beyond it."""
+        draw, self.draw = self.draw, None
+        self._drop(draw.not_needed())
+        used, batch, rollout = draw.used(), draw.batch(), self.experiment.rollout
+        for request in used:
+            self.order.record(request.prompt_index, draw.accuracy[request.group_id])
+        self.order.move_to(used[-1].group_id + 1)
+        if len(batch) < draw.needed and rollout.dynamic_sampling.at_limit == "error":
+            raise RuntimeError(
+                f"of the {draw.limit} prompts of step {draw.step}, rollout.filters kept {len(batch)} groups where a "
+                f"batch needs {draw.needed}: raise rollout.dynamic_sampling.max_gen_batches, set its at_limit: train, "
+                "loosen the filters, or give prompts of another difficulty")
+        self.groups["train"], self.settled_metrics = batch, draw.metrics()
+
+    def _drop(self, requests: list[GroupRequest]) -> None:
+        for index, missing in enumerate(self.missing):
+            for request in requests:
+                missing.pop((request.kind, request.group_id), None)
+            if requests:
+                # A worker that has died meanwhile has forgotten them too.
+                _answer(self.workers[index].drop.remote(requests), f"rollout worker {index}", default=None)
 
     def _ask(self, requests: list[GroupRequest], version: Version) -> None:
         shares: list[list[GroupRequest]] = [[] for _ in self.workers]
@@ -101,27 +174,60 @@ class RolloutService:
             self.missing[index][request.kind, request.group_id] = (request, version)
             self.dealt += 1
         for index, share in enumerate(shares):
+            if not share:
+                continue
             try:
                 _answer(self.workers[index].ask.remote(share, version), f"rollout worker {index}")
             except RayActorError:
                 self._ask_again(index)
+        if any(self.missing) and self.intake is None:
+            self.intake = threading.Thread(target=self._take_in, name="rollout-intake", daemon=True)
+            self.intake.start()
+
+    def _take_in(self) -> None:
+        """The thread: until nothing is missing, or something breaks, which `wait` then raises."""
+        try:
+            while not self.closed:
+                self._poll()
+                with self.lock:
+                    if not any(self.missing):
+                        self.intake = None
+                        return
+        except Exception as error:
+            self.failure = error
+        self.intake = None
 
     def _poll(self) -> None:
-        """Move finished groups here; returns after POLL_S at the latest."""
+        """Take in what is finished, and ask for what it makes necessary; returns after POLL_S at the latest."""
         for index, worker in enumerate(self.workers):
             if index not in self.polls.values():
                 self.polls[worker.collect.remote(POLL_S)] = index
         ready, _ = ray.wait(list(self.polls), timeout=POLL_S)
-        for reference in ready:
-            index = self.polls.pop(reference)
-            try:
-                groups = ray.get(reference)
-            except RayActorError:
-                self._ask_again(index)
-                continue
-            for group in groups:
-                del self.missing[index][group.request.kind, group.request.group_id]
-                self.groups[group.request.kind].append(group)
+        with self.lock:
+            for reference in ready:
+                index = self.polls.pop(reference)
+                try:
+                    groups = ray.get(reference)
+                except RayActorError:
+                    self._ask_again(index)
+                    continue
+                for group in groups:
+                    self._receive(index, group)
+            if self.draw and self.draw.consumed is not None:
+                self._settle()
+            elif self.draw:
+                self._draw_prompts()
+
+    def _receive(self, index: int, group: Group) -> None:
+        kind, missing = group.request.kind, self.missing[index]
+        wanted, _ = missing.get((kind, group.request.group_id), (None, None))
+        if wanted != group.request:
+            return  # dropped while it was on its way
+        del missing[kind, group.request.group_id]
+        if kind == "train":
+            self.draw.add(group)
+        else:
+            self.groups["eval"].append(group)
 
     def _ask_again(self, index: int) -> None:
         """A worker died, and Ray restarted it empty: all that it still owes is asked for again."""
@@ -133,12 +239,17 @@ class RolloutService:
             _answer(self.workers[index].ask.remote(requests, version), f"rollout worker {index}")
 
     def _revive(self, index: int, method: str, *arguments: Any) -> None:
-        """Call a worker that may have died since the last call; one that did is made ready first."""
-        worker, name = self.workers[index], f"rollout worker {index}"
-        try:
-            _answer(getattr(worker, method).remote(*arguments), name)
-        except RayActorError:
-            _answer(worker.prepare.remote(self.kinds), name)
+        """Call a worker that may have died since the last call; one that did is made ready first, when Ray has
+        restarted it."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            try:
+                return _answer(getattr(self.workers[index], method).remote(*arguments), f"rollout worker {index}")
+            except RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                method, arguments = "prepare", (self.kinds,)
+                time.sleep(RESTART_POLL_S)
 
     def _behind_the_last_push(self) -> list[int]:
         statuses = self._statuses()
@@ -153,6 +264,12 @@ class RolloutService:
 
         return [_answer(engine.status.remote(), f"engine {index}", default=gone(index))
                 for index, engine in enumerate(self.engines)]
+
+
+def _order(experiment: Experiment, rows: int) -> PromptOrder:
+    priority, seed = experiment.rollout.priority, experiment.seed
+    return PromptOrder(rows, seed, experiment.data.shuffle,
+                       None if priority.by == "none" else Priority(priority.by, priority.floor, seed))
 
 
 _RAISE = object()

@@ -13,13 +13,19 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume."""
+    """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume.
+
+    dataset: of kind eval, the name in eval.datasets that `prompt_index` counts the prompts of; else empty. baseline: sample
+    it once more, greedily, for an advantage that compares with that (ReMax).
+    """
 
     group_id: int
     prompt_index: int
     step: int
     samples: int
     kind: Kind
+    dataset: str = ""
+    baseline: bool = False
 
 
 @dataclass
@@ -28,8 +34,10 @@ class Trajectory:
 
     tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
+    teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without one;
     finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found;
-    reward: the weighted sum of reward_parts (scores by name of the part); reward_error: what went wrong in scoring.
+    reward: the weighted sum of reward_parts (scores by name of the part); reward_error: what went wrong in scoring;
+    overlong_penalty: <= 0, for a training response close to the longest.
     """
 
     tokens: np.ndarray
@@ -42,6 +50,13 @@ class Trajectory:
     reward_error: str | None = None
     extracted: str | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    overlong_penalty: float = 0.0
+    teacher_log_prob: np.ndarray | None = None
+
+    @property
+    def shaped_reward(self) -> float:
+        """What advantages are made from: the graders' reward with the penalty."""
+        return self.reward + self.overlong_penalty
 
     @property
     def response_length(self) -> int:
@@ -54,7 +69,7 @@ class Group:
 
     regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
     baseline: the greedy sample that ReMax compares with; it is not trained on.
-    started, finished: wall clock, seconds since the epoch.
+    started, finished: wall clock, seconds since the epoch. subset: the subset of its data set that it belongs to.
     """
 
     request: GroupRequest
@@ -65,11 +80,12 @@ class Group:
     baseline: Trajectory | None = None
     started: float = 0.0
     finished: float = 0.0
+    subset: str = ""
 
     @property
     def baseline_reward(self) -> float | None:
-        """The greedy sample's reward; None: there is none."""
-        return self.baseline and self.baseline.reward
+        """The greedy sample's reward, with its overlong penalty; None: there is none."""
+        return self.baseline and self.baseline.shaped_reward
 
     @property
     def version(self) -> Version:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Callable, Sequence
 
 import numpy as np
 
-from mrl.config.schema import Experiment
+from mrl.algorithm.shaping import overlong_penalty
+from mrl.config.schema import Data, EvalDataset, Experiment, Sampling
 from mrl.data.prompts import load_prompts
 from mrl.data.seeds import request_seed
 from mrl.data.tokenize import PromptEncoder
@@ -21,50 +24,67 @@ from mrl.rollout.router import Router
 from mrl.rollout.types import Group, GroupRequest, Kind, Trajectory
 
 
+@dataclass
+class Source:
+    """Prompts of the training data or of one held-out data set, and what is done with them.
+
+    sampling: temperature, top_p, top_k and max_response_tokens. prompts: token ids of the `rows`, one list each.
+    """
+
+    data: Data
+    rewards: RewardPool
+    sampling: Sampling
+    subset_key: str | None = None
+    rows: list[dict] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+
+
 class RolloutWorker:
     """Answers `ask` at once and `collect` when groups are done; groups of an earlier attempt can be cancelled."""
 
-    def __init__(self, experiment: Experiment, find_engines: Callable[[], list]):
-        """`find_engines` gives the handles: a worker that Ray restarts must find them anew."""
+    def __init__(self, experiment: Experiment, find_engines: Callable[[], list],
+                 find_teachers: Callable[[], list] = list):
+        """`find_…` gives the handles of gates: a worker that Ray restarts must find them anew."""
         self.experiment = experiment
         self.router = Router(find_engines(), experiment.loop.collect_timeout_s)
+        self.teachers = Router(find_teachers(), experiment.loop.collect_timeout_s)
         self.encoder = PromptEncoder(experiment.model.path, experiment.data, experiment.model.chat_template)
         self.rewards = RewardPool(experiment.reward)
-        self.rows: dict[Kind, list[dict]] = {"train": [], "eval": []}
-        self.prompts: dict[Kind, list[list[int]]] = {"train": [], "eval": []}
+        self.sources = {"": Source(experiment.data, self.rewards, experiment.rollout.sampling)} | {
+            name: self._heldout(dataset) for name, dataset in experiment.eval.datasets.items()}
         self.done: list[Group] = []
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[GroupRequest, asyncio.Task] = {}
         self.failure: BaseException | None = None
         self.progress = asyncio.Event()
 
     async def prepare(self, kinds: Sequence[Kind]) -> None:
         """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
-        data = self.experiment.data
-        for kind in kinds:
-            source = data.train if kind == "train" else data.eval
-            if source:
-                rows = load_prompts(source, data)
-                await self.rewards.check_answers([(row[data.answer_key], row) for row in rows])
-                self.rows[kind], self.prompts[kind] = self.encoder.encode_all(rows)
+        if "train" in kinds:
+            if self.experiment.teacher:
+                self.encoder.require_same_tokens(self.experiment.teacher.path)
+            await self._read(self.sources[""], self.experiment.data.train, None)
+        if "eval" in kinds:
+            for name, dataset in self.experiment.eval.datasets.items():
+                await self._read(self.sources[name], dataset.path, dataset.max_prompts)
 
-    async def sizes(self) -> dict[Kind, int]:
-        """Usable prompts of each kind."""
-        return {kind: len(rows) for kind, rows in self.rows.items()}
+    async def sizes(self) -> dict[str, int]:
+        """Usable prompts of the training data, under "", and of each held-out data set."""
+        return {name: len(source.rows) for name, source in self.sources.items()}
 
     async def ask(self, requests: list[GroupRequest], version: Version) -> None:
         """Begin sampling `requests`; `version` is what the engines serve now."""
         for request in requests:
             task = asyncio.get_running_loop().create_task(self._run_group(request, version))
-            self.tasks.add(task)
-            task.add_done_callback(self._finished)
+            self.tasks[request] = task
+            task.add_done_callback(partial(self._finished, request))
 
     async def collect(self, timeout_s: float) -> list[Group]:
-        """The groups finished since the last call, as soon as nothing is running; what there is after `timeout_s`.
+        """The groups finished since the last call, as soon as there are any; none after `timeout_s`.
 
         Raises what broke a group.
         """
         deadline = time.monotonic() + timeout_s
-        while (self.tasks or not self.done) and self.failure is None and (left := deadline - time.monotonic()) > 0:
+        while not self.done and self.failure is None and (left := deadline - time.monotonic()) > 0:
             self.progress.clear()
             try:
                 await asyncio.wait_for(self.progress.wait(), left)
@@ -77,43 +97,57 @@ class RolloutWorker:
 
     async def cancel(self) -> None:
         """Forget everything asked for so far: the trainers were restarted and will ask again."""
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.drop(list(self.tasks))
         self.failure, self.done = None, []
 
-    def _finished(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
+    async def drop(self, requests: list[GroupRequest]) -> None:
+        """Forget these requests, finished or not: the batch is whole without them."""
+        tasks = [task for request in requests if (task := self.tasks.get(request))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.done = [group for group in self.done if group.request not in requests]
+
+    def _finished(self, request: GroupRequest, task: asyncio.Task) -> None:
+        self.tasks.pop(request, None)
         if not task.cancelled() and task.exception() is not None:
             self.failure = self.failure or task.exception()
         self.progress.set()
 
     async def _run_group(self, request: GroupRequest, asked: Version) -> None:
-        row = self.rows[request.kind][request.prompt_index]
-        group = Group(request, self.encoder.decode(self.prompts[request.kind][request.prompt_index]),
-                      str(row[self.experiment.data.answer_key]), started=time.time())
+        source = self.sources[request.dataset]
+        row = source.rows[request.prompt_index]
+        group = Group(request, self.encoder.decode(source.prompts[request.prompt_index]),
+                      str(row[source.data.answer_key]), started=time.time(),
+                      subset="" if source.subset_key is None else str(row[source.subset_key]))
         at_least = asked  # an engine that missed a push must not answer with older weights
         while True:
-            group.trajectories = await asyncio.gather(
-                *(self._sample(group, i, at_least) for i in range(request.samples)))
-            versions = {t.version for t in group.trajectories}
+            sampled = await asyncio.gather(
+                *(self._sample(group, i, at_least) for i in range(request.samples + request.baseline)))
+            versions = {t.version for t in sampled}
             group.regenerated = group.regenerated or versions != {asked}
             if len(versions) == 1:
                 break
             # An engine lost half way leaves samples of two versions behind: sample all again, from the newer one.
             at_least = max(versions)
         group.finished = time.time()
-        await self._score(row, request, group.trajectories)
+        group.trajectories, group.baseline = sampled[:request.samples], next(iter(sampled[request.samples:]), None)
+        taught = group.trajectories if self.teachers.engines and request.kind == "train" else []
+        await asyncio.gather(self._score(source, row, request, sampled), *map(self._teach, taught))
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
-        experiment, request = self.experiment, group.request
-        prompt, sampling = self.prompts[request.kind][request.prompt_index], experiment.rollout.sampling
+        """Sample number `sample`; the one after the last of the group is its greedy baseline."""
+        request = group.request
+        source = self.sources[request.dataset]
+        prompt, sampling = source.prompts[request.prompt_index], source.sampling
+        prompt_id = f"{request.dataset}/{request.prompt_index}" if request.dataset else request.group_id
         completion, losses = await self.router.generate(GenerateRequest(
             prompt_ids=prompt,
-            seed=request_seed(experiment.seed, request.step, request.group_id, sample),
+            seed=request_seed(self.experiment.seed, request.step, prompt_id, sample),
             max_tokens=sampling.max_response_tokens,
-            temperature=experiment.eval.temperature if request.kind == "eval" else sampling.temperature,
+            temperature=sampling.temperature if sample < request.samples else 0.0,
+            top_p=sampling.top_p, top_k=sampling.top_k,
             stop_token_ids=tuple(sorted({*self.encoder.stop_ids, *sampling.stop_token_ids})),
             at_least=at_least,
         ))
@@ -123,12 +157,39 @@ class RolloutWorker:
         tokens[:start], tokens[start:] = prompt, completion.token_ids
         mask[start:], log_probs[start:] = True, completion.log_probs
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
-                          self.encoder.decode(completion.token_ids))
+                          self.encoder.decode(completion.token_ids),
+                          overlong_penalty=self._penalty(request, total - start))
 
-    async def _score(self, row: dict, request: GroupRequest, trajectories: list[Trajectory]) -> None:
-        data, group = self.experiment.data, f"{request.kind} group {request.group_id} (row {request.prompt_index})"
+    def _penalty(self, request: GroupRequest, length: int) -> float:
+        if request.kind == "eval":
+            return 0.0
+        overlong, limit = self.experiment.reward.overlong, self.experiment.rollout.sampling.max_response_tokens
+        return overlong_penalty(length, limit, overlong.buffer_tokens, overlong.penalty)
+
+    async def _score(self, source: Source, row: dict, request: GroupRequest, trajectories: list[Trajectory]) -> None:
+        data, group = source.data, f"{request.kind} group {request.group_id} (row {request.prompt_index})"
         samples = [Sample(row[data.prompt_key], t.response_text, row[data.answer_key], row, t.response_length,
                           name=f"sample {i} of {group}") for i, t in enumerate(trajectories)]
-        for t, result in zip(trajectories, await self.rewards.score(samples), strict=True):
+        for t, result in zip(trajectories, await source.rewards.score(samples), strict=True):
             t.reward, t.reward_error, t.extracted = result.reward, result.error, result.extracted
             t.reward_parts = dict(result.parts)
+
+    async def _teach(self, trajectory: Trajectory) -> None:
+        log_probs = np.array(await self.teachers.score(trajectory.tokens.tolist()), np.float32)
+        trajectory.teacher_log_prob = np.where(trajectory.loss_mask, log_probs, np.float32(0))
+
+    def _heldout(self, dataset: EvalDataset) -> Source:
+        """A held-out data set, not read yet; what it does not say itself is as in training."""
+        own = dataset.sampling.model_dump(exclude_none=True)
+        return Source(dataset.columns(self.experiment.data),
+                      self.rewards if dataset.reward is None else RewardPool(dataset.reward),
+                      self.experiment.rollout.sampling.model_copy(update=own), dataset.subset_key)
+
+    async def _read(self, source: Source, path: str, max_prompts: int | None) -> None:
+        rows = load_prompts(path, source.data, source.subset_key)
+        await source.rewards.check_answers([(row[source.data.answer_key], row) for row in rows])
+        model = self.experiment.model
+        encoder = self.encoder if source.data == self.experiment.data else (
+            PromptEncoder(model.path, source.data, model.chat_template))
+        rows, prompts = encoder.encode_all(rows)
+        source.rows, source.prompts = rows[:max_prompts], prompts[:max_prompts]

@@ -94,6 +94,11 @@ class Trainer:
         return self.layout.replica(self.coord)
 
     @property
+    def leads_replica(self) -> bool:
+        """Whether this is the one rank that speaks for its data-parallel replica, where all ranks of it know the same."""
+        return self.coord.tp == self.coord.pp == 0 and self.coord.dp % self.layout.cp == 0
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether losses are computed on this rank."""
         return self.place.is_last_stage

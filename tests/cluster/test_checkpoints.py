@@ -53,7 +53,7 @@ def test_due_every_so_often_and_after_the_last_step(tmp_path, every, due):
 def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
     checkpoints = Checkpoints(tmp_path, Checkpoint(every=1, keep=2), steps=9)
     for step in (1, 2, 10):
-        groups = [group(step, [1, 0])] if step > 1 else []
+        groups = [group(step, [1, 0])] if step > 1 else None
         checkpoints.save(step, Trainer(), Learner(0.01 * step), Rollouts(step * 8), groups)
     (tmp_path / "checkpoints" / "step_000011.tmp").mkdir()  # what a killed save leaves
     assert saved_steps(tmp_path) == [2, 10]
@@ -67,10 +67,16 @@ def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
 
 def test_ranks_without_rollouts_know_whether_a_batch_waits(tmp_path):
     checkpoints = Checkpoints(tmp_path, Checkpoint(), steps=9)
-    assert checkpoints.restore(Trainer(), Learner(), None) == (0, [], False)
-    checkpoints.save(4, Trainer(), Learner(0.5), Rollouts(), [])
+    assert checkpoints.restore(Trainer(), Learner(), None) == (0, None, False)
+    checkpoints.save(4, Trainer(), Learner(0.5), Rollouts(), None)
     learner = Learner()
-    assert checkpoints.restore(Trainer(), learner, None) == (4, [], False)
+    assert checkpoints.restore(Trainer(), learner, None) == (4, None, False)
     assert learner.kl_coef == 0.5
     checkpoints.save(5, Trainer(), Learner(), Rollouts(), [group(0, [1])])
-    assert checkpoints.restore(Trainer(), Learner(), None) == (5, [], True)
+    assert checkpoints.restore(Trainer(), Learner(), None) == (5, None, True)
+
+
+def test_a_batch_of_which_the_filters_left_nothing_is_a_batch(tmp_path):
+    checkpoints = Checkpoints(tmp_path, Checkpoint(), steps=9)
+    checkpoints.save(5, Trainer(), Learner(), Rollouts(), [])
+    assert checkpoints.restore(Trainer(), Learner(), Rollouts()) == (5, [], True)

@@ -5,57 +5,57 @@ import json
 
 import pytest
 
-from mrl.cluster import launch
+from mrl.cluster import launch, run_dir as run_dirs, trainers
 from mrl.config.errors import ConfigError, UserError
 from tests.rollout.experiments import experiment
 
 
 def test_a_new_run_directory_holds_the_resolved_experiment(tmp_path):
-    run_dir = launch.prepare_run_dir(experiment(log={"dir": str(tmp_path)}), None)
+    run_dir = run_dirs.prepare_run_dir(experiment(log={"dir": str(tmp_path)}), None)
     assert run_dir.parent == tmp_path and run_dir.name.startswith("experiment-")
     assert (run_dir / "logs").is_dir() and "prompts_per_step: 2" in (run_dir / "config.yaml").read_text()
 
 
 def test_a_run_is_resumed_with_more_steps_but_not_as_another_experiment(tmp_path, capsys):
-    run_dir = launch.prepare_run_dir(experiment(), tmp_path / "run")
+    run_dir = run_dirs.prepare_run_dir(experiment(), tmp_path / "run")
     (run_dir / "checkpoints" / "step_000002").mkdir(parents=True)
-    launch.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
+    run_dirs.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
     assert "resuming from checkpoint step 2 of 5" in capsys.readouterr().out
-    launch.prepare_run_dir(experiment(), run_dir)
+    run_dirs.prepare_run_dir(experiment(), run_dir)
     assert "all of them: raise loop.steps" in capsys.readouterr().out
     before = (run_dir / "config.yaml").read_text()
     with pytest.raises(ConfigError, match="batch.samples_per_prompt"):
-        launch.prepare_run_dir(experiment(batch={"samples_per_prompt": 3}), run_dir)
+        run_dirs.prepare_run_dir(experiment(batch={"samples_per_prompt": 3}), run_dir)
     assert (run_dir / "config.yaml").read_text() == before
 
 
 def test_two_runs_of_one_second_do_not_share_a_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(run_dirs.time, "strftime", lambda form: "20260101-000000")
     exp = experiment(log={"dir": str(tmp_path)})
-    assert launch.prepare_run_dir(exp, None) != launch.prepare_run_dir(exp, None)
+    assert run_dirs.prepare_run_dir(exp, None) != run_dirs.prepare_run_dir(exp, None)
 
 
 def test_a_run_directory_has_one_launcher_at_a_time(tmp_path):
-    with launch.sole_owner(tmp_path):
-        with pytest.raises(UserError, match="another mrl train runs in"):
-            with launch.sole_owner(tmp_path):
+    with run_dirs.sole_owner(tmp_path):
+        with pytest.raises(UserError, match="another mrl train or mrl sft runs in"):
+            with run_dirs.sole_owner(tmp_path):
                 pass
-    with launch.sole_owner(tmp_path):
+    with run_dirs.sole_owner(tmp_path):
         pass
 
 
 def test_the_experiment_of_a_run_that_is_going_on_is_not_overwritten(tmp_path):
-    run_dir = launch.prepare_run_dir(experiment(), tmp_path / "run")
+    run_dir = run_dirs.prepare_run_dir(experiment(), tmp_path / "run")
     before = (run_dir / "config.yaml").read_text()
-    with launch.sole_owner(run_dir), pytest.raises(UserError, match="another mrl train runs in"):
-        launch.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
+    with run_dirs.sole_owner(run_dir), pytest.raises(UserError, match="another mrl train or mrl sft runs in"):
+        run_dirs.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
     assert (run_dir / "config.yaml").read_text() == before
 
 
 def test_a_directory_with_other_things_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds no run"):
-        launch.prepare_run_dir(experiment(), tmp_path)
+        run_dirs.prepare_run_dir(experiment(), tmp_path)
 
 
 @pytest.fixture
@@ -70,8 +70,9 @@ def attempts(monkeypatch, tmp_path):
             with open(run_dir / "metrics.jsonl", "a") as file:
                 file.writelines(json.dumps({"kind": "train"}) + "\n" for _ in range(steps))
             return code, "why"
-        monkeypatch.setattr(launch, "run_attempt", attempt)
-        return launch.run_gang(experiment(trainer={"max_restarts": max_restarts}), tmp_path), made
+        monkeypatch.setattr(trainers, "run_attempt", attempt)
+        gang = launch.trainer_gang(experiment(trainer={"max_restarts": max_restarts}))
+        return trainers.run_gang(gang, tmp_path), made
     return run
 
 
@@ -86,8 +87,11 @@ def test_two_attempts_without_a_step_end_it(attempts, capsys):
 
 
 def test_closing_words_name_the_accuracy_and_what_to_do_next(tmp_path):
-    rows = [{"kind": "eval", "eval/mean@1": 0.25}, {"kind": "train"}, {"kind": "eval", "eval/mean@1": 0.75}]
+    rows = [{"kind": "eval", "eval/heldout/acc/mean@4": 0.25, "eval/new/acc/mean@1": 0.0}, {"kind": "train"},
+            {"kind": "eval", "eval/heldout/acc/mean@4": 0.75}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = launch.closing_words(experiment(), tmp_path, 0)
-    assert "held-out mean@1: 0.250 before, 0.750 after" in words and f"mrl export {tmp_path} --step 2" in words
+    datasets = {"heldout": {"path": "x", "samples_per_prompt": 4}, "new": {"path": "y"}}
+    words = launch.closing_words(experiment(eval={"datasets": datasets}), tmp_path, 0)
+    assert "held-out heldout acc/mean@4: 0.250 before, 0.750 after" in words and "held-out new" not in words
+    assert f"mrl export {tmp_path} --step 2" in words
     assert f"--run-dir {tmp_path}" in launch.closing_words(experiment(), tmp_path, 1)

@@ -10,6 +10,7 @@ import pytest
 
 from mrl import check as plans
 from mrl.config.keys import leaf_keys
+from mrl.config.source import read_file
 from mrl.config.load import load_experiment
 from mrl.engine.versions import TESTED
 
@@ -128,6 +129,13 @@ def test_memory_of_experts_is_sharded_over_their_repetitions(experiment_file, hf
     assert memory.optimizer == (memory.weights // 4 - experts) * 8 // 4 + experts * 8 // 2
 
 
+def test_check_says_what_dynamic_sampling_may_draw(invoke, experiment_file):
+    result = invoke("check", experiment_file, "rollout.filters.zero_variance=true", "rollout.oversample=2",
+                    "rollout.dynamic_sampling.max_gen_batches=3")
+    assert row(result.output, "prompts drawn a step")[1] == "10 from the start, at most 24"
+    assert "prompts drawn" not in invoke("check", experiment_file).output
+
+
 def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
     result = invoke("check", experiment_file, "trainer.parallel.tp=3", "batch.minibatches=5", "data.train=gone.jsonl")
     assert result.exit_code == 2
@@ -137,17 +145,39 @@ def test_check_reports_everything_and_exits_with_2(invoke, experiment_file):
     assert "Traceback" not in result.output
 
 
+QWEN2_5_MATH_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+}
+
+
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
-def test_shipped_configs_have_a_plan(invoke, path, folder, monkeypatch):
-    config = folder / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
+def test_shipped_configs_have_a_plan(invoke, path, folder, hf_config, monkeypatch):
+    shape = QWEN2_5_MATH_7B if "math_7b" in path.name else {**hf_config, "max_position_embeddings": 2048}
+    (folder / "model" / "config.json").write_text(json.dumps(shape))
     monkeypatch.setenv("MRL_VLLM_PYTHON", "python")
-    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl",
-                    f"data.eval={folder}/heldout.jsonl", "data.answer_key=answer", f"rollout.python={folder}/python")
+    content = read_file(path).data
+    here = [f"eval.datasets.{name}.path={folder}/heldout.jsonl" for name in content.get("eval", {}).get("datasets", {})]
+    here += [f"teacher.path={folder}/model"] if "teacher" in content else []
+    result = invoke("check", path, f"model.path={folder}/model", f"data.train={folder}/train.jsonl", *here,
+                    "data.answer_key=answer", f"rollout.python={folder}/python")
     assert result.exit_code == 0, result.output
-    for first in ("trainer", "rollout", "samples a step", "links"):
+    for first in ("trainer", "rollout") if "colocated" not in path.name else ("shared",):
+        assert row(result.output, first)[1]
+    for first in ("samples a step", "links"):
         assert row(result.output, first)[1]
     assert "warning" not in result.output
+
+
+def test_the_dapo_experiments_differ_only_in_engine_and_partition():
+    loaded = [load_experiment(path) for path in EXPERIMENTS if "dapo" in path.name]
+    assert {(exp.rollout.engine, exp.loop.mode, exp.trainer_ranks, exp.engine_count) for exp in loaded} == {
+        ("vllm", "one_step_overlap", 12, 4), ("sglang", "one_step_overlap", 12, 4),
+        ("vllm", "colocated_sync", 16, 16), ("sglang", "colocated_sync", 16, 16)}
+    same = {exp.model_copy(update={"name": "", "loop": None, "cluster": None, "rollout": exp.rollout.model_copy(
+        update={"engine": "vllm", "python": "", "args": []})}).model_dump_json() for exp in loaded}
+    assert len(same) == 1
 
 
 def test_check_shows_the_engines_version(invoke, experiment_file, folder):
@@ -237,12 +267,13 @@ def test_export_of_no_checkpoint(invoke, monkeypatch):
 
 def test_eval_of_a_model_and_of_a_checkpoint(invoke, experiment_file, folder, monkeypatch):
     seen = []
-    fake_module(monkeypatch, "mrl.evaluate", evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
+    fake_module(monkeypatch, "mrl.evaluation.command",
+                evaluate=lambda exp, model: seen.append((exp.model.path, model)) or 0)
     fake_module(monkeypatch, "mrl.trainer.export",
                 export_run=lambda run, step, out: out.mkdir() or out)
     other = folder / "other"
     (folder / "model").rename(other)
-    heldout = f"data.eval={folder}/heldout.jsonl"
+    heldout = f"eval.datasets.heldout.path={folder}/heldout.jsonl"
     assert invoke("eval", experiment_file, heldout, "--model", other).exit_code == 0
     other.rename(folder / "model")
     run = folder / "run"

@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_trained(experiment_file, hf_config, monkeypatch)
     untrainable = replace(QWEN3, untrainable="it is too large")
     monkeypatch.setattr("mrl.reshard.spec.family_of", lambda hf_config: untrainable)
     assert "Qwen3ForCausalLM cannot: it is too large" in found(experiment_file, hf_config)["model.path"]
-    exp = load_experiment(experiment_file, ["data.eval=heldout.jsonl"])
+    exp = load_experiment(experiment_file, ["eval.datasets.heldout.path=heldout.jsonl"])
     assert check_evaluation(exp, hf_config, visible_gpus=0) == []
 
 
@@ -226,7 +226,7 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["batch.minibatches=3"], "batch.minibatches", "use one of 1, 2, 4, 8"),
     (["batch.minibatches=8", "cluster.trainer_gpus=16"], "batch.minibatches", "at least 8 samples"),
     (["batch.max_tokens_per_microbatch=31"], "batch.max_tokens_per_microbatch", "at least 32"),
-    (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "eval.temperature may be 0"),
+    (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "that of eval.datasets may be 0"),
     (["rollout.sampling.top_p=0.95"], "rollout.sampling.top_p", "full distribution"),
     (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "-1 (all tokens)"),
     (["batch.samples_per_prompt=1"], "batch.samples_per_prompt", "group of one"),
@@ -263,7 +263,11 @@ def test_bfloat16_on_cpu(experiment_file, hf_config):
     (["trainer.optimizer.lr=1e-5", "trainer.optimizer.min_lr=1e-4"], "trainer.optimizer.min_lr", "lr (1e-05)"),
     (["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=4"], "trainer.optimizer.warmup_steps",
      "4 optimizer steps"),
-    (["eval.every=2"], "data.eval", "eval.every is 2"),
+    (["eval.datasets.long={path: x, sampling: {max_response_tokens: 250}}"],
+     "eval.datasets.long.sampling.max_response_tokens", "at most 240"),
+    (["eval.datasets.own={path: x, reward: {kind: custom, function: mine}}"],
+     "eval.datasets.own.reward.parts.custom.function", "'path.py:function'"),
+    (["eval.every=2"], "eval.datasets", "eval.every is 2"),
 ])
 def test_settings_against_each_other(experiment_file, hf_config, overrides, key, words):
     assert words in found(experiment_file, hf_config, *overrides)[key]

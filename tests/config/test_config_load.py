@@ -77,11 +77,28 @@ def test_missing_key_and_section(content, write):
 def test_all_violations_at_once(content, write):
     content["model"]["dtype"] = "float33"
     content["nam"] = "x"
-    content["data"]["eval"] = "${env:MRL_TEST_UNSET}/heldout.jsonl"
+    content["eval"] = {"datasets": {"a": {"path": "${env:MRL_TEST_UNSET}/heldout.jsonl"}}}
     del content["batch"]["samples_per_prompt"]
     found = problems_of(write(content), ["loop.steps=-1", "no-equals-sign", "rollout.args=["])
-    assert set(found) == {"model.dtype", "nam", "data.eval", "batch.samples_per_prompt", "loop.steps", "override",
-                          "rollout.args"}
+    assert set(found) == {"model.dtype", "nam", "eval.datasets.a.path", "batch.samples_per_prompt", "loop.steps",
+                          "override", "rollout.args"}
+
+
+def test_faults_inside_a_named_data_set(experiment_file):
+    found = problems_of(experiment_file, [
+        "eval.datasets.a.pth=x", "eval.datasets.a.sampling.temperatur=0", "eval.datasets.a.reward.proceses=2",
+        "eval.datasets.b.samples_per_prompt=0", "eval.datasets.c=x"])
+    assert "eval.datasets.a.path" in found and "held-out prompts" in found["eval.datasets.a.path"].allowed
+    assert found["eval.datasets.a.pth"].remedy == "did you mean eval.datasets.a.path?"
+    assert found["eval.datasets.a.sampling.temperatur"].remedy == "did you mean eval.datasets.a.sampling.temperature?"
+    assert found["eval.datasets.a.reward.proceses"].remedy == "did you mean eval.datasets.a.reward.processes?"
+    assert found["eval.datasets.b.samples_per_prompt"].allowed == "an integer > 0"
+    assert "a mapping of names" in found["eval.datasets.c"].allowed
+
+
+def test_names_of_data_sets_are_words(content, write):
+    content["eval"] = {"datasets": {"a-b": {"path": "x"}}}
+    assert "letters, digits, _" in problems_of(write(content))["eval.datasets.a-b"].allowed
 
 
 def test_duplicate_key(write):
@@ -112,7 +129,8 @@ def test_exponents_are_numbers_and_dates_are_strings(content, write):
 
 def test_override_values_are_yaml_and_the_last_wins(experiment_file):
     exp = load_experiment(experiment_file, [
-        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "data.eval=null", "trainer.parallel={pp: 2}",
+        "loop.steps=7", "loop.steps=9", "rollout.args=[--a, 'b=c']", "model.chat_template=null",
+        "trainer.parallel={pp: 2}",
         "data.system_prompt=", "data.prompt_suffix='x=y'"])
     assert exp.loop.steps == 9
     assert exp.rollout.args == ["--a", "b=c"]
@@ -182,14 +200,19 @@ def test_relative_paths_start_at_the_current_directory(content, write, folder, m
     monkeypatch.chdir(folder / "here")
     monkeypatch.setenv("HOME", str(folder / "home"))
     content["model"] |= {"path": "../model", "chat_template": "chat.jinja"}
-    content["data"] |= {"train": "hf:owner/name", "eval": "~/heldout.jsonl"}
+    content["data"] |= {"train": "hf:owner/name"}
+    content["eval"] = {"datasets": {
+        "a": {"path": "~/heldout.jsonl", "reward": {"kind": "custom", "function": "mine.py:other"}},
+        "b": {"path": "hf:owner/other"}}}
     content["reward"] = {"kind": "custom", "function": "mine.py:score"}
     content["rollout"]["python"] = "python3"
     exp = load_experiment(write(content, "elsewhere/experiment.yaml"))
     assert exp.model.path == str(folder / "model")
     assert exp.model.chat_template == str(folder / "here" / "chat.jinja")
     assert exp.data.train == "hf:owner/name"
-    assert exp.data.eval == str(folder / "home" / "heldout.jsonl")
+    assert exp.eval.datasets["a"].path == str(folder / "home" / "heldout.jsonl")
+    assert exp.eval.datasets["a"].reward.parts["custom"].function == f"{folder}/here/mine.py:other"
+    assert exp.eval.datasets["b"].path == "hf:owner/other" and exp.eval.datasets["b"].reward is None
     assert exp.reward.parts["custom"].function == f"{folder}/here/mine.py:score"
     assert exp.rollout.python == "python3"  # looked up on PATH
     assert exp.log.dir == str(folder / "here" / "runs")
@@ -230,10 +253,12 @@ def test_error_survives_pickling(experiment_file):
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
 def test_shipped_configs_load(path, monkeypatch):
     monkeypatch.setenv("MRL_HOME", "/home/of/mrl")
-    monkeypatch.setenv("MRL_VLLM_PYTHON", "/gpu/vllm/bin/python")
+    for engine in ("vllm", "sglang"):
+        monkeypatch.setenv(f"MRL_{engine.upper()}_PYTHON", f"/gpu/{engine}/bin/python")
     exp = load_experiment(path)
     assert exp.model.path.startswith("/home/of/mrl/")
-    assert exp.rollout.python == ("/gpu/vllm" if "gpu" in path.name else "/home/of/mrl/vllm") + "/bin/python"
+    home = "/gpu" if exp.cluster.device == "cuda" else "/home/of/mrl"
+    assert exp.rollout.python == f"{home}/{exp.rollout.engine}/bin/python"
 
 
 def test_supervised_file(monkeypatch):

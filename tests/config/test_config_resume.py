@@ -13,7 +13,7 @@ def changed(experiment_file, *overrides) -> dict:
 
 @pytest.mark.parametrize("override", [
     "loop.steps=99", "loop.collect_timeout_s=1", "log.dir=elsewhere", "log.tensorboard=false", "checkpoint.every=7",
-    "eval.every=3", "eval.temperature=0", "rollout.start_timeout_s=9", "rollout.request_timeout_s=9",
+    "eval.every=3", "eval.datasets.other.path=x", "rollout.start_timeout_s=9", "rollout.request_timeout_s=9",
     "reward.timeout_s=3", "reward.processes=2", "trainer.max_restarts=0", "rollout.max_restarts=0",
     "rollout.python=other", "rollout.args=[--x]", "rollout.env.A=b", "trainer.env.A=b", "rollout.host=0.0.0.0",
     "rollout.port=8000", "rollout.workers=3", "rollout.max_concurrent_requests=8", "sync.bucket_mb=3",
@@ -24,7 +24,7 @@ def test_may_differ(experiment_file, override):
 
 
 @pytest.mark.parametrize("override", [
-    "name=other", "seed=2", "model.path=other", "model.dtype=bfloat16", "data.train=other.jsonl", "data.eval=x.jsonl",
+    "name=other", "seed=2", "model.path=other", "model.dtype=bfloat16", "data.train=other.jsonl",
     "data.shuffle=false", "algorithm.kl.coef=0.1", "batch.prompts_per_step=16",
     "trainer.parallel.tp=1", "trainer.optimizer.lr=1e-3", "rollout.parallel.tp=2", "rollout.sampling.temperature=0.7",
     "loop.mode=colocated_sync", "cluster.device=cuda", "cluster.trainer_gpus=4", "cluster.rollout_gpus=2",

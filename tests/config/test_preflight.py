@@ -61,7 +61,7 @@ def test_hub_model_reads_its_downloaded_config(experiment_file, folder, monkeypa
     assert "num_hidden_layers 4" in problems["trainer.parallel.pp"]
 
 
-@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+@pytest.mark.parametrize("key", ["data.train", "eval.datasets.heldout.path"])
 def test_missing_data_file(experiment_file, folder, key):
     text = found(experiment_file, f"{key}={folder}/gone.jsonl")[key]
     assert f"{folder}/gone.jsonl" in text and "does not exist" in text
@@ -135,18 +135,19 @@ def test_hub_data_needs_its_library(experiment_file, monkeypatch):
 
 def test_evaluation_looks_at_what_it_uses(experiment_file, folder):
     training_only = ["data.train=gone.jsonl", "trainer.parallel.tp=3", "batch.minibatches=5",
-                     "cluster.trainer_gpus=null", "rollout.sampling.top_k=20", f"data.eval={folder}/heldout.jsonl"]
+                     "cluster.trainer_gpus=null", "rollout.sampling.top_k=20",
+                     f"eval.datasets.heldout.path={folder}/heldout.jsonl"]
     assert found(experiment_file, *training_only, preflight=preflight_evaluation) == {}
     problems = found(experiment_file, "rollout.python=nopython-anywhere", "rollout.parallel.tp=2",
                      "reward.kind=custom", "reward.function=mine", preflight=preflight_evaluation)
-    assert set(problems) == {"data.eval", "rollout.python", "cluster.rollout_gpus",
+    assert set(problems) == {"eval.datasets", "rollout.python", "cluster.rollout_gpus",
                              "reward.parts.custom.function"}
-    assert "held-out prompts" in problems["data.eval"]
+    assert "held-out data set" in problems["eval.datasets"]
 
 
 def test_evaluation_counts_the_engines_gpus_alone(experiment_file, folder, monkeypatch):
     cuda = ["cluster.device=cuda", "cluster.trainer_gpus=8", "cluster.rollout_gpus=2",
-            f"data.eval={folder}/heldout.jsonl"]
+            f"eval.datasets.heldout.path={folder}/heldout.jsonl"]
     monkeypatch.setattr(module, "count_gpus", lambda: 2)
     assert found(experiment_file, *cuda, preflight=preflight_evaluation) == {}
     monkeypatch.setattr(module, "count_gpus", lambda: 1)

@@ -54,9 +54,9 @@ def test_parquet_equals_jsonl(write, tmp_path):
     (GOOD + "\n\n[1, 2]\n", r"line 5 holds a list"),
     (GOOD.encode() + b'{"prompt": "\xff", "answer": "1"}\n', r"line 3 is not UTF-8"),
     (GOOD + '{"question": "3?", "answer": "6"}',
-     r"line 3: column 'prompt' \(data.prompt_key\) is missing.*question, answer"),
-    (GOOD + '{"prompt": "3?", "gold": "6"}', r"line 3: column 'answer' \(data.answer_key\) is missing.*prompt, gold"),
-    (GOOD + '{"prompt": "3?", "answer": null}', r"line 3: column 'answer' \(data.answer_key\) is empty"),
+     r"line 3: column 'prompt' \(prompt_key\) is missing.*question, answer"),
+    (GOOD + '{"prompt": "3?", "gold": "6"}', r"line 3: column 'answer' \(answer_key\) is missing.*prompt, gold"),
+    (GOOD + '{"prompt": "3?", "answer": null}', r"line 3: column 'answer' \(answer_key\) is empty"),
     (GOOD + '{"prompt": " ", "answer": "6"}', r"line 3: the prompt .* is blank"),
     (GOOD + '{"prompt": 3, "answer": "6"}', r"line 3: the prompt .* a string or a list of messages"),
     (GOOD + '{"prompt": [], "answer": "6"}', r"line 3: the prompt .* a string or a list of messages"),
@@ -82,7 +82,7 @@ def test_a_file_that_is_no_parquet(write):
 
 
 def test_a_missing_file_and_an_unknown_ending(write, tmp_path):
-    with pytest.raises(DataError, match="absent.jsonl does not exist.*data.train"):
+    with pytest.raises(DataError, match="absent.jsonl does not exist.*correct the path"):
         load_prompts(str(tmp_path / "absent.jsonl"), data())
     with pytest.raises(DataError, match=r"unknown ending '\.csv'.*\.jsonl, \.parquet, hf:"):
         load_prompts(write("a,b", "rows.csv"), data())

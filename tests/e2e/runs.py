@@ -52,6 +52,12 @@ def trajectories(run_dir: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "trajectories" / f"{name}.jsonl").read_text().splitlines()]
 
 
+def evaluated(run_dir: Path, step: int, dataset: str = "heldout") -> list[dict]:
+    """Every sample of an evaluation."""
+    path = run_dir / "evaluations" / f"step_{step:06d}" / f"{dataset}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def processes_of(log: Path) -> list[str]:
     """Command lines of the living processes that the command with this log started, itself included."""
     found = []

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from tests.e2e.conftest import mrl
-from tests.e2e.runs import assert_nothing_left, rows, trajectories
+from tests.e2e.runs import assert_nothing_left, evaluated, rows, trajectories
 
 pytestmark = pytest.mark.slow
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 def test_held_out_accuracy_rises_by_20_points(quickstart):
     evaluations = rows(quickstart.run_dir, "eval")
     assert [row["step"] for row in evaluations] == [0, 20, 40, 60]
-    before, after = evaluations[0]["eval/mean@1"], evaluations[-1]["eval/mean@1"]
-    assert evaluations[0]["eval/prompts"] == 500
+    before, after = evaluations[0]["eval/heldout/acc/mean@1"], evaluations[-1]["eval/heldout/acc/mean@1"]
+    assert evaluations[0]["eval/heldout/prompts"] == 500
     assert after - before >= 0.20, f"{before:.3f} -> {after:.3f}"
     assert f"{before:.3f} before, {after:.3f} after" in quickstart.console
 
@@ -80,7 +80,7 @@ def test_run_directory_is_complete_and_nothing_is_left_running(quickstart):
 def test_held_out_prompts_are_never_trained_on(quickstart):
     trained = {row["prompt"] for step in range(quickstart.steps)
                for row in trajectories(quickstart.run_dir, f"step_{step:06d}")}
-    held_out = {row["prompt"] for row in trajectories(quickstart.run_dir, "eval_000000")}
+    held_out = {row["prompt"] for row in evaluated(quickstart.run_dir, 0)}
     assert trained and held_out and not trained & held_out
 
 
@@ -91,8 +91,12 @@ def test_export_and_eval_agree_with_the_run(quickstart, tmp_path):
     again = mrl("export", str(quickstart.run_dir), "--out", str(out))
     assert again.returncode == 2 and "not empty" in again.stderr
     done = mrl("eval", "configs/quickstart_cpu.yaml", "--model", str(out), f"log.dir={tmp_path}",
-               "eval.max_prompts=200", "eval.samples_per_prompt=4")
+               "eval.datasets.heldout.max_prompts=200", "eval.datasets.heldout.samples_per_prompt=4")
     assert done.returncode == 0, done.stdout + done.stderr
-    values = dict(re.findall(r"((?:mean|best|maj)@4)\D+([01]\.\d+)", done.stdout))
-    assert float(values["mean@4"]) == pytest.approx(rows(quickstart.run_dir, "eval")[-1]["eval/mean@1"], abs=0.08)
-    assert float(values["best@4"]) >= float(values["maj@4"]) >= float(values["mean@4"]) - 0.05
+    values = dict(re.findall(r"((?:acc/)?(?:mean|best|maj|pass)@4)\D+([01]\.\d+)", done.stdout))
+    after = rows(quickstart.run_dir, "eval")[-1]["eval/heldout/acc/mean@1"]
+    assert float(values["acc/mean@4"]) == pytest.approx(after, abs=0.08)
+    assert float(values["acc/best@4"]) >= float(values["acc/maj@4"]) >= float(values["acc/mean@4"]) - 0.05
+    assert float(values["pass@4"]) >= float(values["acc/best@4"])  # which draws with replacement
+    samples, = tmp_path.glob("quickstart-eval-*/samples/heldout.jsonl")
+    assert len(samples.read_text().splitlines()) == 800

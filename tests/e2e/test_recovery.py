@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.e2e.runs import MRL, PROJECT, assert_alive, assert_nothing_left, finish, rows, start, trajectories, wait_for
+from tests.e2e.runs import (
+    MRL, PROJECT, assert_alive, assert_nothing_left, evaluated, finish, rows, start, trajectories, wait_for)
 
 pytestmark = pytest.mark.slow
 STEPS = 9
@@ -30,7 +31,8 @@ def survivor(request, warm_start, tmp_path_factory) -> SimpleNamespace:
     process = start([
         str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(run_dir), f"loop.mode={request.param}",
         *MODES[request.param], f"loop.steps={STEPS}", "checkpoint.every=3", "checkpoint.keep=5", "eval.every=9",
-        "eval.temperature=0", "eval.max_prompts=50", "log.trajectories_per_step=1000", "reward.kind=custom",
+        "eval.datasets.heldout.sampling.temperature=0", "eval.datasets.heldout.max_prompts=50",
+        "log.trajectories_per_step=1000", "reward.kind=custom",
         f"reward.function={PROJECT}/tests/e2e/rewards.py:exact_and_deadly"], log)
     try:
         progress = run_dir / "progress.log"
@@ -145,7 +147,7 @@ def notes() -> dict:
 def test_the_same_seed_gives_the_same_prompts_and_greedy_answers(survivor, notes):
     """Compares the two modes' runs, which share seed and starting weights."""
     first = [(row["group"], row["prompt"], row["version"]) for row in trajectories(survivor.run_dir, "step_000000")]
-    greedy = [(row["prompt"], row["response"]) for row in trajectories(survivor.run_dir, "eval_000000")]
+    greedy = [(row["prompt"], row["response"]) for row in evaluated(survivor.run_dir, 0)]
     order = [row["prompt"] for row in trajectories(survivor.run_dir, f"step_{STEPS - 1:06d}")]
     notes[survivor.mode] = (first, greedy, order)
     if len(notes) == len(MODES):

@@ -1,4 +1,5 @@
-"""The quickstart with SGLang in vLLM's place, a few steps in each loop mode, from the same warm start."""
+"""The quickstart with SGLang in vLLM's place and dynamic sampling, a few steps in each loop mode, from the same warm
+start."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ def run(request, warm_start, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("sglang")
     log = folder / "console.log"
     finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", f"loop.mode={request.param}",
-                  *MODES[request.param], f"loop.steps={STEPS}", "eval.every=3", f"log.dir={folder}/runs"], log), log,
+                  *MODES[request.param], f"loop.steps={STEPS}", "eval.every=3", "rollout.filters.zero_variance=true",
+                  "rollout.oversample=4", "log.trajectories_per_step=1000", f"log.dir={folder}/runs"], log), log,
            timeout_s=900)
     run_dir, = (folder / "runs").iterdir()
     return SimpleNamespace(run_dir=run_dir, log=log, console=log.read_text(), mode=request.param)
@@ -43,10 +45,22 @@ def test_trainer_and_engine_agree_on_log_probs(run):
 
 def test_it_answers_as_vllm_does(run, quickstart):
     ours, theirs = (rows(each.run_dir, "eval")[0] for each in (run, quickstart))
-    assert ours["eval/prompts"] == theirs["eval/prompts"] == 500
-    assert ours["eval/mean@1"] == pytest.approx(theirs["eval/mean@1"], abs=0.1)  # both sample at temperature 1
+    assert ours["eval/heldout/prompts"] == theirs["eval/heldout/prompts"] == 500
+    assert ours["eval/heldout/acc/mean@1"] == pytest.approx(theirs["eval/heldout/acc/mean@1"], abs=0.1)  # both sample at temperature 1
     responses = {row["response"] for row in trajectories(run.run_dir, "step_000000")}
     assert len(responses) > 1, "every sample is the same"
+
+
+def test_batches_are_full_of_groups_that_teach_and_no_prompt_is_lost(run):
+    first, rejected = 0, 0
+    for step, row in enumerate(rows(run.run_dir, "train")):
+        groups = [each["group"] for each in trajectories(run.run_dir, f"step_{step:06d}")]
+        assert row["rollout/groups_without_signal"] == row["filters/groups_missing"] == 0
+        assert row["filters/refills"] == row["filters/zero_variance"]
+        after = first + len(groups) + row["filters/refills"]
+        assert len(groups) == 32 and sorted(set(groups)) == groups and first <= groups[0] and groups[-1] == after - 1
+        first, rejected = after, rejected + row["filters/refills"]
+    assert rejected > 0
 
 
 def test_nothing_is_left_running(run):

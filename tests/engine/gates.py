@@ -51,6 +51,9 @@ class FakeServer:
         self.waiting.append(future)
         return await future
 
+    async def score(self, token_ids):
+        return await self.generate(token_ids)
+
     async def call_workers(self, method, argument=None, timeout_s=60.0):
         self.calls.append(method)
         answer = self.answers[method]

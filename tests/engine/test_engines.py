@@ -105,16 +105,21 @@ def asked(engine: str, route: str, answer, ask):
     return asyncio.run(main())
 
 
-def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
-    """What the server object makes of a server's answer with this finish_reason; the request that it sent."""
+def exchange(engine: str, answer: dict, ask):
+    """What `ask`, given the server object, makes of this answer; the request that was sent."""
     sent = []
 
-    async def answer(request):
+    async def respond(request):
         sent.append(await request.json())
-        return web.json_response(answer_of(engine, finish_reason, list(log_probs)))
+        return web.json_response(answer)
 
+    return asked(engine, ROUTES[engine], respond, ask), sent[0]
+
+
+def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
+    """What the server object makes of a server's answer with this finish_reason; the request that it sent."""
     request = GenerateRequest([1], seed=5, max_tokens=4, temperature=0.5)
-    return asked(engine, ROUTES[engine], answer, lambda one: one.generate(request)), sent[0]
+    return exchange(engine, answer_of(engine, finish_reason, list(log_probs)), lambda one: one.generate(request))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -198,3 +203,32 @@ def test_sglangs_stand_ins_are_for_the_cpu_alone(monkeypatch):
     assert any("sglang_cpu" in word for word in on_cpu.command_line(1))
     everything = [*on_gpu.command_line(1), *map("=".join, on_gpu.environment().items())]
     assert not [word for word in everything if "sglang_cpu" in word or "SGLANG_USE_CPU_ENGINE" in word]
+
+
+def score(engine: str, answer: dict, tokens=(5, 6, 7)):
+    """What the server object makes of a server's answer about the log-probs of `tokens`; the request that it sent."""
+    return exchange(engine, answer, lambda one: one.score(list(tokens)))
+
+
+SCORES = {
+    "vllm": lambda values: {"choices": [{"prompt_logprobs": [
+        value if value is None else {str(token): {"logprob": value}, "99": {"logprob": -0.1}}
+        for token, value in zip((5, 6, 7), values)]}]},
+    "sglang": lambda values: {"meta_info": {"input_token_logprobs": [
+        [value, token, None] for token, value in zip((5, 6, 7), values)]}},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_log_probs_of_given_tokens(engine):
+    log_probs, sent = score(engine, SCORES[engine]([None, -1.5, -0.25]))
+    assert log_probs == [0.0, -1.5, -0.25]
+    asked = (sent["prompt"], sent["prompt_logprobs"]) if engine == "vllm" else (
+        sent["input_ids"], sent["logprob_start_len"])
+    assert asked == ([5, 6, 7], 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_missing_log_probs_are_an_error(engine):
+    with pytest.raises(RuntimeError, match="given 3 tokens to score and returned 1 log-probs of 3"):
+        score(engine, SCORES[engine]([None, -1.5, None]))

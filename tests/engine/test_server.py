@@ -30,6 +30,25 @@ def test_nothing_is_generated_before_the_first_sync_and_versions_are_stamped():
     with_engine(scenario)
 
 
+def test_tokens_are_scored_through_the_same_gate():
+    async def scenario(engine, server):
+        with pytest.raises(EngineClosed, match="dirty"):
+            await engine.score([5, 6])
+        await push(engine, 1)
+        task = asyncio.create_task(engine.score([5, 6]))
+        await until(lambda: server.waiting)
+        assert (await engine.status()).outstanding_tokens == 2
+        server.waiting.pop().set_result([0.0, -1.5])
+        assert await task == [0.0, -1.5]
+        task = asyncio.create_task(engine.score([5, 6]))
+        await until(lambda: server.waiting)
+        server.lose()
+        with pytest.raises(EngineLost):
+            await task
+
+    with_engine(scenario)
+
+
 def test_requests_that_queue_for_a_slot_do_not_slip_through_a_closed_gate():
     async def scenario(engine, server):
         await push(engine, 1)

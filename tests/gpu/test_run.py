@@ -39,9 +39,10 @@ def warm(gpus, tmp_path_factory) -> tuple[Path, list[str]]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     save_random(addition_model(), folder / "init", 0.02, "cuda")
     gpu = ["cluster.device=cuda", "model.dtype=bfloat16", "trainer.parallel.tp=1", f"data.train={folder}/train.jsonl"]
-    print(call(folder / "sft.log", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-               "-m", "mrl.sft", "configs/quickstart_sft.yaml", *gpu, f"model.path={folder}/init", f"out={folder}/model",
-               "steps=150", "batch.samples_per_step=128", "trainer.optimizer.lr=5e-4", timeout_s=200)[-400:])
+    print(call(folder / "sft.log", sys.executable, "-c", "from mrl.cli import main; main()", "sft",
+               "configs/quickstart_sft.yaml", *gpu, "cluster.trainer_gpus=1", f"model.path={folder}/init",
+               f"out={folder}/model", f"log.dir={folder}/sft", "steps=150", "batch.samples_per_step=128",
+               "trainer.optimizer.lr=5e-4", timeout_s=200)[-400:])
     return folder, gpu
 
 
@@ -54,7 +55,8 @@ def run(request, warm) -> Path:
         pytest.skip(f"there is no {python}")
     runs, args = folder / engine, json.dumps(ENGINES[engine])
     print(call(folder / f"{engine}.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
-               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model", f"data.eval={folder}/heldout.jsonl",
+               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model",
+               f"eval.datasets.heldout.path={folder}/heldout.jsonl",
                "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
                "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.engine={engine}", f"rollout.python={python}",
                f"rollout.args={args}", f"log.dir={runs}", timeout_s=400)[-3000:])

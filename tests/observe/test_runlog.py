@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mrl.config.schema import Log
+from mrl.config.schema import Eval, Log
 from mrl.observe.runlog import RunLog
 from mrl.stream.report import PushReport
 from tests.rollout.groups import group
@@ -40,12 +40,32 @@ def test_what_should_worry_is_said(log, tmp_path):
     assert "disagree on log-probabilities by 0.300" in progress and "an update was skipped" in progress
 
 
+def test_a_batch_that_is_not_full_or_empty_is_said(log, tmp_path):
+    short = {"filters/groups_missing": 3, "filters/prompts_used": 0.25}
+    log.step(3, {**STEP, **short})
+    log.step(4, {**short, "timing/step": 2.0})
+    progress = (tmp_path / "progress.log").read_text()
+    assert "step 3: 3 groups of the batch are missing, since rollout.filters left out 75% of the prompts" in progress
+    assert "step 3/9 reward" in progress and "step 4/9 trained nothing" in progress
+    assert lines(tmp_path / "metrics.jsonl")[1]["filters/groups_missing"] == 3
+
+
 def test_an_evaluation_is_logged_under_the_step_that_asked(log, tmp_path):
-    groups = [group(i, [1.0], kind="eval") for i in range(3)]
-    log.evaluation(groups)
+    groups = [group(i, [1.0], dataset="heldout") for i in range(3)]
+    config = Eval.model_validate({"datasets": {"heldout": {"path": "x"}, "absent": {"path": "y"}}})
+    log.evaluation(groups, config, seed=1)
     row, = lines(tmp_path / "metrics.jsonl")
-    assert (row["step"], row["kind"], row["eval/mean@1"], row["eval/prompts"]) == (0, "eval", 1.0, 3)
-    assert len(lines(tmp_path / "trajectories" / "eval_000000.jsonl")) == 2
+    assert (row["step"], row["kind"], row["eval/heldout/acc/mean@1"], row["eval/heldout/prompts"]) == (0, "eval", 1.0, 3)
+    samples = lines(tmp_path / "evaluations" / "step_000000" / "heldout.jsonl")
+    assert [sample["row"] for sample in samples] == [0, 1, 2] and samples[0]["correct"] is True
+    assert "evaluation after step 0: heldout acc/mean@1 1.000 reward/mean@1 1.000 (3 prompts)" in (
+        tmp_path / "progress.log").read_text()
+
+
+def test_samples_are_not_kept_when_not_wanted(log, tmp_path):
+    config = Eval.model_validate({"datasets": {"heldout": {"path": "x"}}, "save_samples": False})
+    log.evaluation([group(0, [1.0], dataset="heldout")], config, seed=1)
+    assert not (tmp_path / "evaluations").exists()
 
 
 def test_a_failed_push_names_the_engine(log, tmp_path):

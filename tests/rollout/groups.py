@@ -12,9 +12,10 @@ def trajectory(prompt=(5, 6), response=(7, 8, 9), reward=0.0, version=Version(0,
                       extracted=extracted)
 
 
-def group(group_id, rewards, lengths=None, version=Version(0, 0), regenerated=False, kind="train"):
+def group(group_id, rewards, lengths=None, version=Version(0, 0), regenerated=False, dataset=""):
     lengths = lengths or [3] * len(rewards)
-    made = Group(GroupRequest(group_id, group_id, 0, len(rewards), kind), "prompt", "answer",
+    made = Group(GroupRequest(group_id, group_id, 0, len(rewards), "eval" if dataset else "train", dataset), "prompt",
+                 "answer",
                  [trajectory(response=range(n), reward=r, version=version) for n, r in zip(lengths, rewards)])
     made.regenerated, made.started, made.finished = regenerated, 10.0, 12.0
     return made

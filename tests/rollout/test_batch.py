@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
+from mrl.algorithm.advantages import estimate
 from mrl.engine.api import Version
 from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
 from tests.rollout.experiments import experiment
@@ -51,6 +53,46 @@ def test_minibatches_hold_whole_groups_in_the_order_of_ids_and_each_sums_to_one(
         assert sum(float(s["token_weight"].sum()) for s in samples) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("groups, sizes", [(5, [2, 1, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1]), (0, [])])
+def test_minibatches_of_fewer_groups_than_planned(groups, sizes):
+    shares = split_batch([group(i, [1, 0]) for i in range(groups)],
+                         experiment(batch={"prompts_per_step": 6, "minibatches": 3}), replicas=2).shares
+    counts = [sum(len(microbatch) for share in shares for microbatch in share.minibatches[i])
+              for i in range(len(sizes))]
+    assert [len(share.minibatches) for share in shares] == [len(sizes)] * 2
+    assert sorted(counts) == sorted(2 * size for size in sizes)
+    for i in range(len(sizes)):
+        weights = [s["token_weight"].sum() for share in shares for microbatch in share.minibatches[i]
+                   for s in microbatch]
+        assert float(sum(weights)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_truncated_samples_may_be_masked_and_still_count_in_their_group():
+    groups = [group(0, [1, 0, 0, 0], [2, 5, 5, 5])]
+    groups[0].trajectories[1].finish_reason = "length"
+    split = split_batch(groups, experiment(reward={"overlong": {"mask_truncated": True}}), replicas=1)
+    samples = members(split.shares)
+    assert [int(s["loss_mask"].sum()) for s in samples] == [2, 0, 5, 5]
+    assert [float(s["token_weight"].sum()) for s in samples] == pytest.approx([2 / 12, 0, 5 / 12, 5 / 12])
+    advantages = [e.advantage for e in estimate(experiment().algorithm, split.scored)]
+    assert [float(a[-1]) for a in advantages] == pytest.approx([1.5, 0, -0.5, -0.5])  # by the mean and std of all four
+    samples = members(split_batch(groups, experiment(), replicas=1).shares)
+    assert [int(s["loss_mask"].sum()) for s in samples] == [2, 5, 5, 5]
+
+
+def test_the_overlong_penalty_moves_advantages_but_not_accuracy():
+    groups = [group(0, [1, 1])]
+    groups[0].trajectories[0].overlong_penalty = -0.5
+    assert [s.reward for s in split_batch(groups, experiment(), replicas=1).scored] == [0.5, 1]
+    metrics = rollout_metrics(groups, Version(0, 0))
+    assert metrics["rollout/accuracy"] == metrics["reward/mean"] == 1 and metrics["reward/overlong_penalty"] == -0.25
+    assert metrics["rollout/groups_without_signal"] == 0
+
+
+def test_an_empty_batch_has_nothing_to_say():
+    assert rollout_metrics([], Version(0, 0)) == {}
+
+
 def test_replicas_get_equally_many_microbatches():
     groups = [group(0, [1, 0, 1], [3, 60, 3])]
     shares = split_batch(groups, experiment(batch={"max_tokens_per_microbatch": 64}), replicas=2).shares
@@ -88,6 +130,18 @@ def test_metrics():
     assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
     assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
     assert metrics["rollout/version_lag"] == 1 and metrics["timing/generate_sequences"] == 2.0
+
+
+def test_a_teachers_opinion_becomes_advantages_and_a_metric():
+    taught = group(0, [0, 1], [2, 3])
+    for t in taught.trajectories:
+        t.teacher_log_prob = np.where(t.loss_mask, np.float32(-0.75), np.float32(0))  # the student's are -0.5
+    exp = experiment(algorithm={"name": "distill"})
+    split = split_batch([taught], exp, replicas=1)
+    for sequence, t in zip(estimate(exp.algorithm, split.scored), taught.trajectories):
+        assert sequence.advantage.tolist() == pytest.approx(np.where(t.loss_mask, -0.25, 0.0).tolist())
+    assert rollout_metrics([taught], Version(0, 1))["distill/reverse_kl"] == pytest.approx(0.25)
+    assert "distill/reverse_kl" not in rollout_metrics([group(0, [0, 1])], Version(0, 1))
 
 
 def test_the_mean_of_each_part_of_the_reward():

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -50,10 +51,10 @@ def make_worker(model, tmp_path):
                              for a, b in ((12, 34), (1, 2))))
     made = []
 
-    def make(gates, **sections):
+    def make(gates, find_teachers=list, **sections):
         sections = {"model": {"path": str(model), "dtype": "float32"}, "data": {"train": str(train)},
                     "reward": {"kind": "exact"}, **sections}
-        made.append(RolloutWorker(experiment(**sections), lambda: gates))
+        made.append(RolloutWorker(experiment(**sections), lambda: gates, find_teachers))
         return made[-1]
 
     yield make
@@ -119,6 +120,48 @@ def test_a_lost_engine_is_counted_even_when_its_weights_come_back(make_worker):
     assert group.regenerated and group.version == Version(0, 3) and len(group.trajectories) == 3
 
 
+def test_dropped_requests_are_aborted_and_the_others_finished(make_worker, monkeypatch):
+    aborted, held = [], []
+    monkeypatch.setattr("ray.cancel", aborted.append)
+
+    class Holding(Gate):
+        async def remote(self, request):
+            if request.prompt_ids == held:
+                await asyncio.Event().wait()
+            return await super().remote(request)
+
+    async def check():
+        worker = make_worker([Holding()])
+        await worker.prepare(("train",))
+        held[:] = worker.sources[""].prompts[0]
+        running, finished, wanted = (GroupRequest(i, row, 0, 2, "train") for i, row in enumerate((0, 1, 1)))
+        await worker.ask([running, finished], Version(0, 3))
+        while not worker.done:
+            await asyncio.sleep(0.01)
+        await worker.drop([running, finished])
+        await worker.ask([wanted], Version(0, 3))
+        assert [g.request for g in await worker.collect(5)] == [wanted] and not worker.tasks
+        assert len(aborted) == 2 and worker.router.outstanding == [0]  # both samples of the one that was running
+    asyncio.run(asyncio.wait_for(check(), 60))
+
+
+def test_the_greedy_baseline_is_apart_from_the_samples(make_worker):
+    gate = Gate()
+    group, = run(make_worker([gate]), [GroupRequest(0, 0, 4, 2, "train", baseline=True)])
+    assert [request.temperature for request in gate.requests] == [1.0, 1.0, 0.0]
+    assert len(group.trajectories) == 2 and group.baseline_reward == 1.0
+    plain, = run(make_worker([Gate()]), [GroupRequest(0, 0, 4, 2, "train")])
+    assert plain.baseline is None and plain.baseline_reward is None
+
+
+def test_a_long_training_response_loses_some_of_its_reward(make_worker):
+    sections = {"reward": {"kind": "exact", "overlong": {"buffer_tokens": 4, "penalty": 0.5}},
+                "rollout": {"sampling": {"max_response_tokens": 5}}}
+    group, = run(make_worker([Gate()], **sections), [GroupRequest(0, 0, 0, 1, "train", baseline=True)])
+    t, = group.trajectories  # 3 tokens, 2 of the 4 before the limit
+    assert (t.reward, t.overlong_penalty, t.shaped_reward, group.baseline_reward) == (1.0, -0.25, 0.75, 0.75)
+
+
 def test_cancel_forgets_what_was_asked(make_worker):
     gate = Gate()
     worker = make_worker([gate])
@@ -149,6 +192,76 @@ def test_bad_prompts_and_answers_are_named_by_row(make_worker, tmp_path, section
     sections["data"]["train"] = str(train)
     worker = make_worker([Gate()], **sections)
     with pytest.raises(error, match=words):
+        asyncio.run(worker.prepare(("train",)))
+
+
+def test_held_out_sets_have_prompts_sampling_rewards_and_subsets_of_their_own(make_worker, tmp_path):
+    rows = [{"question": "1+1=?", "gold": "2", "level": 3}, {"question": "12+34=?", "gold": "46", "level": 1},
+            {"question": "2+2=?", "gold": "4", "level": 1}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets = {
+        "as_training": {"path": str(tmp_path / "train.jsonl")},
+        "own": {"path": str(tmp_path / "own.jsonl"), "max_prompts": 2, "prompt_key": "question", "answer_key": "gold",
+                "subset_key": "level", "reward": {"kind": "math"},
+                "sampling": {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "max_response_tokens": 7}}}
+    gate = Gate()
+    worker = make_worker([gate], eval={"datasets": datasets}, rollout={"sampling": {"max_response_tokens": 32}})
+    first, second = run(worker, [GroupRequest(0, 0, 4, 1, "eval", "as_training"),
+                                 GroupRequest(1, 1, 4, 1, "eval", "own")], kinds=("eval",))
+    assert asyncio.run(worker.sizes()) == {"": 0, "as_training": 2, "own": 2}
+    assert (first.answer, first.subset, second.answer, second.subset) == ("46", "", "46", "1")
+    assert first.prompt_text == second.prompt_text and second.trajectories[0].extracted == "46"
+    one, other = sorted(gate.requests, key=lambda request: -request.temperature)
+    assert (one.temperature, one.top_p, one.top_k, one.max_tokens) == (1.0, 1.0, -1, 32)
+    assert (other.temperature, other.top_p, other.top_k, other.max_tokens) == (0.0, 0.9, 5, 7)
+    assert (one.seed, other.seed) == (request_seed(1, 4, "as_training/0", 0), request_seed(1, 4, "own/1", 0))
+
+
+def test_a_held_out_row_without_a_subset_is_named(make_worker, tmp_path):
+    worker = make_worker([Gate()], eval={"datasets": {"own": {"path": str(tmp_path / "train.jsonl"),
+                                                              "subset_key": "level"}}})
+    with pytest.raises(DataError, match=r"line 1: column 'level' \(subset_key\) is missing"):
+        asyncio.run(worker.prepare(("eval",)))
+
+
+class TeacherGate:
+    """Answers score with minus the token's place; closed at first."""
+
+    def __init__(self):
+        self.asked, self.score = [], self
+
+    async def remote(self, token_ids):
+        self.asked.append(token_ids)
+        if len(self.asked) == 1:
+            raise EngineLost("died")
+        return [-float(place) for place in range(len(token_ids))]
+
+
+def test_a_teacher_scores_the_sampled_tokens_of_training_prompts_alone(make_worker, model, tmp_path):
+    gate, teacher = Gate(), TeacherGate()
+    sections = {"teacher": {"path": str(model), "python": "python"}, "algorithm": {"name": "distill"},
+                "eval": {"datasets": {"heldout": {"path": str(tmp_path / "train.jsonl")}}}}
+    worker = make_worker([gate], lambda: [teacher], **sections)
+    heldout, trained = run(worker, [GroupRequest(0, 0, 0, 1, "eval", "heldout"), GroupRequest(1, 0, 0, 2, "train")],
+                           kinds=("train", "eval"))
+    assert heldout.trajectories[0].teacher_log_prob is None
+    assert len(teacher.asked) == 3 and not trained.regenerated  # lost and asked again; the sample is still its own
+    for t in trained.trajectories:
+        assert t.tokens.tolist() in teacher.asked and t.teacher_log_prob.dtype == np.float32
+        expected = [-float(place) if sampled else 0.0 for place, sampled in enumerate(t.loss_mask)]
+        assert t.teacher_log_prob.tolist() == expected
+
+
+def test_a_teacher_with_other_tokens_is_refused(make_worker, model, tmp_path):
+    other = tmp_path / "teacher"
+    shutil.copytree(model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second, *_ = (token for token in vocab if token.isalnum())
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    worker = make_worker([Gate()], teacher={"path": str(other), "python": "python"})
+    with pytest.raises(DataError, match=f"teacher.path {other} has another tokenizer than the model: 2 tokens"):
         asyncio.run(worker.prepare(("train",)))
 
 
