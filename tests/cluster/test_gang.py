@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from mrl.cluster.launch import next_attempt
+from mrl.cluster.trainers import next_attempt
 from tests.torchrun import torchrun
 
 
