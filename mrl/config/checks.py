@@ -13,7 +13,8 @@ from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
 from mrl.config.schema import Experiment, RolloutParallel, TrainerParallel
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
-from mrl.reshard.engine_layout import VOCAB_MULTIPLE
+from mrl.reshard.engine_layout import VOCAB_MULTIPLE, EngineLayout
+from mrl.reshard.fp8 import engine_problems, fp8_problems
 from mrl.reshard.layout import Layout
 from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
 
@@ -36,7 +37,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
                 *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
-                *_check_engine_split(exp),
+                *_check_engine_split(exp), *_check_quantization(exp, visible_gpus),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
                 *_check_reward(exp)]
     if exp.eval.every and exp.data.eval is None:
@@ -200,6 +201,14 @@ def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
                       "sglang")
 
 
+def _check_quantization(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
+    device, dtype = resolved_device(exp, visible_gpus), exp.model.dtype
+    if exp.rollout.quantization and (device == "cpu" or dtype != "bfloat16"):
+        yield Problem("rollout.quantization", exp.rollout.quantization, f"null with cluster.device {device} and "
+                      f"model.dtype {dtype}: engines compute with fp8 weights in bfloat16, and only on GPUs",
+                      "remove it, or use bfloat16 on cuda")
+
+
 def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
     """Neither side gives its memory up while the other works, and an engine by itself takes nearly all of a GPU."""
     shared = exp.loop.mode == "colocated_sync" and resolved_device(exp, visible_gpus) == "cuda"
@@ -288,6 +297,8 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
             sizes = [str(n) for n in range(1, _LARGEST_SIZE + 1) if not against(n)]
             yield Problem(key, str(size), f"what the model can be cut into: {'; '.join(reasons)}",
                           f"use one of {', '.join(sizes)}" if sizes else "change the layers of the other stages")
+        elif cuts and exp.rollout.quantization:  # engines that only evaluate have none
+            yield from _check_fp8(exp, spec)
     padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",
@@ -309,6 +320,18 @@ def _engine_cuts(parallel: RolloutParallel, spec: ModelSpec) -> dict[str, Callab
             [f"ep {ep} does not divide tp {parallel.tp}"] if parallel.tp % ep else [])
 
     return {"rollout.parallel.tp": by_tp, "rollout.parallel.ep": by_ep}
+
+
+def _check_fp8(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:
+    if problems := fp8_problems(spec):
+        yield Problem("rollout.quantization", "fp8", f"null for this model: {'; '.join(problems)}", "remove it")
+        return
+    parallel = exp.rollout.parallel
+    engines = EngineLayout(exp.rollout.engine, tp=parallel.tp, ep=parallel.ep, dp=parallel.dp)
+    if parts := engine_problems(spec, engines):
+        yield Problem("rollout.parallel.tp", str(parallel.tp), "parts of whole blocks with rollout.quantization fp8, "
+                      f"128 x 128 each; engines would have {', '.join(parts)}",
+                      "use a smaller tp, or no rollout.quantization")
 
 
 def _check_experts(exp: Experiment, spec: ModelSpec) -> Iterator[Problem]:

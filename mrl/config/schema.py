@@ -129,6 +129,9 @@ class Rollout(Section):
     engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
+    quantization: Optional[Literal["fp8"]] = Field(
+        None, description="fp8: projections in blocks of 128 x 128, quantised by the trainer in every sync; null: in "
+        "model.dtype")
     sampling: Sampling = Sampling()
     workers: PositiveInt = Field(1, description="rollout workers (CPU processes that run episodes and rewards)")
     max_concurrent_requests: PositiveInt = Field(256, description="requests in flight per engine")
