@@ -22,9 +22,10 @@ from mrl.config.keys import leaf_keys, part_keys
 from mrl.config.schema import Experiment, Rollout, Teacher
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
-from mrl.reshard.boxes import numel
-from mrl.reshard.buckets import DTYPE_BYTES
+from mrl.reshard.boxes import numel, whole
+from mrl.reshard.buckets import BYTES, DTYPE_BYTES
 from mrl.reshard.engine_layout import held_boxes
+from mrl.reshard.fp8 import places
 from mrl.reshard.layout import Coord, Layout, expert_range
 from mrl.reshard.params import gather_groups, hf_tensors, is_expert, local_params
 from mrl.reshard.plan import SyncPlan
@@ -57,7 +58,8 @@ class RankMemory:
         weights: in `model.dtype`.
         gradients: accumulated in float32.
         optimizer: Adam's two moments, and the float32 master weights of a bfloat16 model; split over replicas.
-        sync: at most, the buffers of a sync: the ring of slices it sends, and the pieces of one that are gathered.
+        sync: at most, the buffers of a sync: the ring of slices it sends, and the pieces of one that are gathered, or
+            quantised.
     """
 
     weights: int
@@ -92,12 +94,15 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
 
 
 def _sync_bytes(plan: Plan, rank: int) -> int:
-    slices = [one for bucket in plan.sync.outline_of_rank(rank) for one in bucket.slices if rank in one.ranks]
-    sent = max((one.nbytes for one in slices if one.sender == rank), default=0)
-    gathered = max((one.nbytes for one in slices if one.sender == rank and len(one.ranks) > 1), default=0)
-    packed = max((one.nbytes for one in slices if one.sender != rank), default=0)
-    kept = sum(one.nbytes for one in slices if one.sender == rank) if plan.exp.sync.delta else 0
-    return plan.exp.sync.buffers * sent + gathered + packed + kept
+    slices = [(bucket.dtype, one) for bucket in plan.sync.outline_of_rank(rank) for one in bucket.slices
+              if rank in one.ranks]
+    mine = [(dtype, one) for dtype, one in slices if one.sender == rank]
+    sent = max((one.nbytes for _, one in mine), default=0)
+    gathered = max((one.gathered for _, one in mine if len(one.ranks) > 1), default=0)
+    quantised = max((one.gathered for dtype, one in mine if dtype == BYTES), default=0)
+    packed = max((one.gathered for _, one in slices if one.sender != rank), default=0)
+    kept = sum(one.nbytes for _, one in mine) if plan.exp.sync.delta else 0
+    return plan.exp.sync.buffers * sent + gathered + quantised + packed + kept
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -108,12 +113,13 @@ def parameter_count(spec: ModelSpec) -> int:
 def engine_weights(plan: Plan, worker: int) -> int:
     """Bytes of the model's tensors that one worker of an engine holds, by `held_boxes`; whole where that cannot say."""
     held, engines = 0, plan.sync.engine_layout
-    for group in gather_groups(plan.spec, Layout()):
+    for group in gather_groups(plan.spec, Layout(), plan.sync.options.fp8):
         for number, entry in enumerate(group.entries):
             for at, tensor in enumerate(group.tensors(number)):
                 boxes = held_boxes(entry.rule, at, tensor.shape, entry.expert, plan.spec, engines, worker)
-                elements = prod(tensor.shape) if boxes is None else sum(map(numel, boxes))
-                held += elements * DTYPE_BYTES[group.dtype or plan.exp.model.dtype]
+                boxes = (whole(tensor.shape),) if boxes is None else boxes
+                held += places(boxes).nbytes if group.fp8 else (
+                    sum(map(numel, boxes)) * DTYPE_BYTES[group.dtype or plan.exp.model.dtype])
     return held
 
 
@@ -300,6 +306,7 @@ def _sync_rows(plan: Plan) -> Rows:
         ("links", f"{engines.count}: {'-'.join(map(str, {links[0]: 0, links[-1]: 0}))} sender(s) to each engine's "
                   f"{engines.world} worker(s)"),
         ("model", f"{len(hf_tensors(plan.spec))} tensors, {_size(sync.total_bytes)}"),
+        *([("fp8", _quantised(sync))] if sync.options.fp8 else []),
         ("buckets", f"{len(sync.outline)} of at most {plan.exp.sync.bucket_mb:g} MiB, the largest "
                     f"{_size(sync.max_bucket_bytes)}"),
         ("bytes sent", f"{_size(sum(sent.values()))} by {len(sent)} of {plan.layout.world} rank(s), the busiest "
@@ -312,6 +319,19 @@ def _sync_rows(plan: Plan) -> Rows:
                         f"{cluster.nvlink_gb_s:g} GB/s inside"),
         ("transport", plan.exp.sync.transport),
     ]
+
+
+def _quantised(sync: SyncPlan) -> str:
+    """What leaves in fp8, and of it what would go from shard to shard if that did not cut through blocks."""
+    groups = [(number, group) for number, group in enumerate(sync.schedule.groups) if group.fp8]
+    count = sum(len(entry.rule.hf) for _, group in groups for entry in group.entries)
+    buckets = sum(bucket.dtype == BYTES for bucket in sync.outline)
+    words = (f"{count} tensors, {_size(sum(sync.contents.sent(number) for number, _ in groups))} with their scales, in "
+             f"{buckets} buckets; the others in {sync.options.dtype}")
+    if sync.strategy == "sharded" and (names := [*sync.contents.crossing()]):
+        kinds = ", ".join(dict.fromkeys(name.split(".")[-2] for name in names))
+        words += f"; {len(names)} travel whole, as shards would cut through blocks: {kinds}"
+    return words
 
 
 def _busiest_kept(sync: SyncPlan) -> int:

@@ -1,7 +1,7 @@
 """Replays a weight sync on a described cluster, and prints how long it takes, what every kind of link carries and which
 one is the bottleneck. Starts nothing and needs no GPU.
 
-    python tools/simulate_sync.py kimi-k2 --dtype float8_e4m3fn --tp 8 --pp 8 --dp 4 --ep 32 --last-stage-layers 5 \
+    python tools/simulate_sync.py kimi-k2 --fp8 --tp 8 --pp 8 --dp 4 --ep 32 --last-stage-layers 5 \
         --engines 8 --engine-tp 16 --strategy all
 
 MODEL is one of the presets or a Hugging Face model directory (only its config.json is read). What is simulated, and
@@ -18,10 +18,11 @@ from typing import Any, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from mrl.reshard.buckets import WEIGHT_DTYPES
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 from mrl.reshard.network import Network
-from mrl.reshard.plan import DTYPE_BYTES, SyncOptions, SyncPlan, plan_sync
+from mrl.reshard.plan import SyncOptions, SyncPlan, plan_sync
 from mrl.reshard.simulate import MEMORY_GB_S, Simulated, simulate
 from mrl.reshard.spec import model_spec, read_config
 
@@ -71,7 +72,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or a directory with a config.json")
-    parser.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="in which weights leave")
+    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16", help="of the weights")
+    parser.add_argument("--fp8", action="store_true", help="engines get projections in blockwise fp8")
     parser.add_argument("--strategy", choices=("auto", "all", *STRATEGIES), default="all")
 
     trainers = parser.add_argument_group("trainers")
@@ -111,8 +113,8 @@ def plan(options: argparse.Namespace, strategy: str) -> SyncPlan:
     engines = EngineLayout(options.engine, options.engines, options.engine_tp, options.engine_ep, options.engine_dp,
                            options.gpus_per_node)
     network = Network(options.gpus_per_node, options.nic_gb_s, options.nvlink_gb_s, options.latency_us / 1e6)
-    return plan_sync(spec, layout, engines, SyncOptions(int(options.bucket_mb * MIB), options.dtype, True, strategy),
-                     network)
+    sync = SyncOptions(int(options.bucket_mb * MIB), options.dtype, True, strategy, fp8=options.fp8)
+    return plan_sync(spec, layout, engines, sync, network)
 
 
 def run(options: argparse.Namespace, strategy: str) -> dict[str, Any]:
@@ -123,7 +125,8 @@ def run(options: argparse.Namespace, strategy: str) -> dict[str, Any]:
     seconds = replayed.seconds + options.control_ms / 1e3
     receive_bound_s = made.total_bytes / (made.engine_layout.world * made.network.nic_gb_s * 1e9)
     return {
-        "model": options.model, "dtype": options.dtype, "strategy": made.strategy, "bytes": made.total_bytes,
+        "model": options.model, "dtype": "fp8" if options.fp8 else options.dtype, "strategy": made.strategy,
+        "bytes": made.total_bytes,
         "trainer_gpus": made.layout.world, "engine_gpus": made.engine_layout.count * made.engine_layout.world,
         "buckets": len(made.outline), "seconds": seconds, "lower_bound_s": made.lower_bound_s,
         "predicted_s": made.predicted_s, "receive_bound_s": receive_bound_s,

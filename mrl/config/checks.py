@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.errors import Problem
+from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
 from mrl.config.schema import Experiment, Rollout, RolloutParallel, SftExperiment, Teacher, TrainerParallel
@@ -45,7 +46,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
                 *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
                 *(_check_engine_split("teacher", exp.teacher) if exp.teacher else ()),
-                *_check_shared_memory(exp, visible_gpus),
+                *check_quantization(exp, resolved_device(exp, visible_gpus)), *_check_shared_memory(exp, visible_gpus),
                 *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
@@ -275,7 +276,10 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
     against_each = against(spec, cuts)
     if not [*_check_engine_split("rollout", exp.rollout)]:
         against_each |= _engine_cuts(exp.rollout.parallel, spec)
-    yield from check_cuts(exp, against_each)
+    problems = [*check_cuts(exp, against_each)]
+    yield from problems
+    if cuts and exp.rollout.quantization and not problems:  # engines that only evaluate have none
+        yield from check_fp8(exp, spec)
     padded, engine_tp = -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, exp.rollout.parallel.tp
     if padded % engine_tp:
         yield Problem("rollout.parallel.tp", str(engine_tp), f"a divisor of the engine's padded vocabulary ({padded})",

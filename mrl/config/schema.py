@@ -180,6 +180,9 @@ class Rollout(Section):
     engine: Literal["vllm", "sglang"] = Field("vllm", description="inference engine")
     python: str = Field(description="Python of the environment that holds the engine: a path, or a name on PATH")
     parallel: RolloutParallel = RolloutParallel()
+    quantization: Optional[Literal["fp8"]] = Field(
+        None, description="fp8: projections in blocks of 128 x 128, quantised by the trainer in every sync; null: in "
+        "model.dtype")
     sampling: Sampling = Sampling()
     filters: Filters = Filters()
     dynamic_sampling: DynamicSampling = DynamicSampling()

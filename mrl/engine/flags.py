@@ -26,6 +26,7 @@ _COMMON = {
     "--config": "a file could set any of mrl's own arguments",
 }
 _EXPERTS_STAY = "a sync writes experts where they were when the engine started"
+_CONFIG = "trainer and engines have one config.json; for fp8 there is rollout.quantization"
 _LENGTH = "it comes from data.max_prompt_tokens and rollout.sampling.max_response_tokens"
 
 OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
@@ -39,6 +40,8 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--root-path": _HOST_AND_PORT,
         "--enable-expert-parallel": _EP,
         "--no-enable-expert-parallel": _EP,
+        "--hf-overrides": _CONFIG,
+        "--hf-config-path": _CONFIG,
         "--enable-eplb": _EXPERTS_STAY,
         "--eplb-config": _EXPERTS_STAY,
         "-q": _AS_SENT,
@@ -57,6 +60,7 @@ OWNED_FLAGS: Mapping[str, Mapping[str, str]] = {
         "--random-seed": "it comes from seed",
         "--context-length": _LENGTH,
         "--fastapi-root-path": _HOST_AND_PORT,
+        "--json-model-override-args": _CONFIG,
         "--enable-eplb": _EXPERTS_STAY,
         "--init-expert-location": _EXPERTS_STAY,
         "--ep-num-redundant-experts": _EXPERTS_STAY,

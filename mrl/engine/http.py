@@ -20,6 +20,8 @@ from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, GenerateR
 from mrl.engine.ports import reserve_port
 from mrl.engine.probe import look_into
 from mrl.engine.process import ProcessTree
+from mrl.reshard.fp8 import quantization_config
+from mrl.reshard.spec import model_spec, read_config
 
 RECEIVER_DIR = Path(mrl.receiver.__file__).parent
 POLL_S = 0.2
@@ -76,6 +78,13 @@ class HttpServer(ABC):
         """Whether every cached key and value could be forgotten."""
 
     # -- what they all do
+
+    def config_changes(self) -> dict[str, Any]:
+        """What of the model's config.json an engine must see otherwise. One that reads its weights takes them as they
+        are."""
+        if self.experiment.rollout.quantization is None or self.load_weights:
+            return {}
+        return {"quantization_config": quantization_config(model_spec(read_config(self.model_path)))}
 
     async def start(self) -> None:
         """Start the server and return when it answers, as the one we started. EngineStartError otherwise."""

@@ -40,6 +40,8 @@ class SglangServer(HttpServer):
         ]
         if rollout.parallel.dp > 1:
             command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
+        if changes := self.config_changes():
+            command += ["--json-model-override-args", json.dumps(changes)]
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
         longest = self.experiment.engine_tokens

@@ -5,6 +5,7 @@ token-only route and the same in every version.
 """
 from __future__ import annotations
 
+import json
 from typing import Optional
 
 from mrl.engine.api import GenerateRequest
@@ -36,6 +37,8 @@ class VllmServer(HttpServer):
         ]
         if rollout.parallel.ep > 1:  # the experts are then dealt out over all workers
             command.append("--enable-expert-parallel")
+        if changes := self.config_changes():
+            command += ["--hf-overrides", json.dumps(changes)]
         if not self.gpus:
             # A prompt prefilled in chunks rewinds its request's random generator, which CPU generators cannot do: the
             # server dies. So prompts are prefilled whole.

@@ -40,8 +40,9 @@ def predicted_s(schedule: Schedule, network: Network) -> float:
         wire = max(wire, totals.received.max() * schedule.engines.count / nic)
     messages = max(totals.sends.max(), totals.receives.max()) * network.latency_s
     steps = [step for track in schedule.tracks for step in track.steps]
-    largest = max(sum(load.numel for load in step.loads) * schedule.itemsize(step) for step in steps)
-    return float(wire + messages + 2 * largest / nvlink)
+    ends = max(sum(schedule.gathered_bytes(step, load) + schedule.sent_bytes(step, load) for load in step.loads)
+               for step in steps)
+    return float(wire + messages + ends / nvlink)
 
 
 def _gathers_inside_nodes(schedule: Schedule, network: Network) -> bool:

@@ -7,19 +7,27 @@ from typing import Literal, Mapping
 
 from mrl.reshard.pieces import Box, Piece, Shape
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+"""In which weights train."""
+BYTES = "uint8"
+"""The dtype of a bucket whose parts have dtypes of their own."""
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, BYTES: 1}
 
 Mode = Literal["broadcast", "slices", "direct"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of the HF tensor `name` of shape `shape`: elements offset … offset + numel of its slice, row-major."""
+    """A box of the HF tensor `name` of shape `shape`: elements offset … offset + numel of its slice, row-major.
+
+    `dtype`: None, that of its bucket; else `offset` is in bytes.
+    """
 
     name: str
     shape: Shape
     box: Box
     offset: int
+    dtype: str | None = None
 
     @property
     def box_shape(self) -> Shape:
@@ -53,8 +61,10 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one rank sends at once: parts one behind the other, `numel` elements.
+    """What one rank gathers and sends at once: parts one behind the other, `numel` elements.
 
+    `sent`: elements of its bucket's dtype that travel to the engine. They are the same ones, unless the bucket is fp8;
+    then they are bytes, and their layout is in `fp8.py`.
     `ranks`: the global trainer ranks that hold its elements between them; `sender` is one of them, or comes last and
     holds none. Rank `ranks[m]` packs the pieces of `shards[m]` in that order, each row-major over `piece.shape`,
     without gaps; the packed lengths may differ, and be 0. With one rank there is nothing to gather. A slice with no
@@ -62,6 +72,7 @@ class Slice:
     """
 
     numel: int
+    sent: int
     parts: tuple[Part, ...]
     ranks: tuple[int, ...]
     sender: int
@@ -75,7 +86,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One flat message of one dtype. Slice s lies at s * slice_numel of it.
+    """One flat message. Slice s lies at s * slice_numel of it. `held`: the dtype of the parameters behind it, in which
+    slices are gathered; `dtype`: the one it is sent in, the same one or BYTES for blockwise fp8.
 
     mode
         broadcast   one slice: its sender broadcasts it to all workers of each of `engines`
@@ -83,21 +95,27 @@ class Bucket:
                     then the n workers of each node all-gather in place
         direct      one slice of one rank, to `worker` alone
 
-    Only the `numel` elements of a slice travel to the engine; the all-gather moves `slice_numel` of each.
+    Only the `sent` elements of a slice travel to the engine; the all-gather moves `slice_numel` of each.
     Buckets that do not broadcast have a single engine.
     """
 
     index: int
     dtype: str
+    held: str
     mode: Mode
     engines: tuple[int, ...]
     worker: int | None
     slices: tuple[Slice, ...]
 
     @property
+    def fp8(self) -> bool:
+        """Whether it is quantised before it is sent."""
+        return self.dtype == BYTES
+
+    @property
     def slice_numel(self) -> int:
-        """Elements of the largest slice."""
-        return max(one.numel for one in self.slices)
+        """Elements of the largest slice, as they are sent."""
+        return max(one.sent for one in self.slices)
 
     @property
     def numel(self) -> int:
@@ -112,9 +130,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SliceOutline:
-    """A slice without its contents: bytes, ranks that hold them, and the one that sends them."""
+    """A slice without its contents: bytes that are sent and that are gathered, the ranks that hold them, and the one
+    that sends them."""
 
     nbytes: int
+    gathered: int
     ranks: tuple[int, ...]
     sender: int
 
@@ -124,6 +144,7 @@ class Outline:
     """A bucket without its contents. `stage`: the pipeline stage whose ranks give it."""
 
     index: int
+    dtype: str
     mode: Mode
     engines: tuple[int, ...]
     worker: int | None

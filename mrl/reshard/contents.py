@@ -1,10 +1,11 @@
 """What leaves from each gather group, as boxes of its tensors: all of it, or what one rank has for one worker."""
 from __future__ import annotations
 
-from typing import Callable, Sequence, TypeVar
+from typing import Callable, Iterator, Sequence, TypeVar
 
 from mrl.reshard.boxes import Box, hull, intersection, numel
 from mrl.reshard.engine_layout import EngineLayout, expert_block, held_boxes, shardable
+from mrl.reshard.fp8 import BLOCK, of_whole_blocks, places, quantised_name
 from mrl.reshard.loads import Items, deal, fill, size
 from mrl.reshard.params import GatherGroup
 
@@ -13,8 +14,8 @@ T = TypeVar("T")
 Given = tuple[tuple[tuple[Box, ...], ...], ...]
 """Boxes that leave, by number of the tensor in its rule and by rank of the group."""
 
-Sized = tuple[Items, int]
-"""Boxes and their elements together."""
+Sized = tuple[Items, int, int]
+"""Boxes, their elements together, and the elements that are sent: bytes, where they go in fp8."""
 
 
 class Contents:
@@ -25,7 +26,8 @@ class Contents:
     """
 
     def __init__(self, groups: Sequence[GatherGroup], te: bool, engines: EngineLayout, not_sharded: frozenset[str]):
-        self.groups, self.te, self.engines, self.not_sharded = groups, te, engines, not_sharded
+        self.groups, self.te, self.engines = groups, te, engines
+        self.not_sharded = frozenset(map(quantised_name, not_sharded))
         self.spec = groups[0].spec
         self.computed: dict[tuple, object] = {}
         classes: dict[tuple, int] = {}
@@ -51,17 +53,28 @@ class Contents:
             for parameter, tensor in self._tensors(self.kind[group])
             for box in self._shared_boxes(self.kind[group], parameter, tensor, rank, worker)))
 
-    def filled(self, items: Items, limit: int) -> tuple[Sized, ...]:
+    def filled(self, group: int, items: Items, limit: int) -> tuple[Sized, ...]:
         """`loads.fill`, with the elements of every load."""
-        return self._once(("filled", id(items), limit), lambda: _sized(fill(items, limit)))
+        fp8 = self.groups[group].fp8
+        return self._once(("filled", id(items), limit), lambda: _sized(fill(items, limit, _grain(fp8)), fp8))
 
-    def dealt(self, items: Items, limit: int, multiple: int, smallest: int) -> tuple[Sized, ...]:
+    def dealt(self, group: int, items: Items, limit: int, multiple: int, smallest: int) -> tuple[Sized, ...]:
         """`loads.deal`, with the elements of every load."""
-        return self._once(("dealt", id(items), limit, multiple), lambda: _sized(deal(items, limit, multiple, smallest)))
+        fp8 = self.groups[group].fp8
+        return self._once(("dealt", id(items), limit, multiple),
+                          lambda: _sized(deal(items, limit, multiple, smallest, _grain(fp8)), fp8))
 
-    def numel(self, group: int) -> int:
-        """Elements that leave from a group."""
-        return self._once(("numel", self.kind[group]), lambda: size(self.everything(group, sharded=False)))
+    def sent(self, group: int) -> int:
+        """Elements of a group that are sent in all; bytes, where they go in fp8."""
+        return self._once(("sent", self.kind[group]),
+                          lambda: _sized([self.everything(group, sharded=False)], self.groups[group].fp8)[0][2])
+
+    def crossing(self) -> Iterator[str]:
+        """The tensors that would go from shard to shard, if only these were whole blocks."""
+        for number, group in enumerate(self.groups):
+            for parameter, tensor in self._tensors(number) if group.fp8 else ():
+                if self._shardable(number, parameter, tensor) and not self._in_whole_blocks(number, parameter, tensor):
+                    yield group.tensors(parameter)[tensor].name
 
     def _class(self, group: GatherGroup, parameter: int) -> tuple:
         """What a parameter's boxes depend on: its rule, who is to have it, which expert of a stacked tensor it is."""
@@ -111,10 +124,24 @@ class Contents:
         return self._once(("held", self.classes[group][parameter], tensor), compute)
 
     def _goes_direct(self, group: int, parameter: int, tensor: int) -> bool:
+        if not self._shardable(group, parameter, tensor):
+            return False
+        return not self.groups[group].fp8 or self._in_whole_blocks(group, parameter, tensor)
+
+    def _shardable(self, group: int, parameter: int, tensor: int) -> bool:
         entry = self.groups[group].entries[parameter]
         if not shardable(entry.rule) or None in self._held(group, parameter, tensor):
             return False
         return not self.not_sharded or self.groups[group].tensors(parameter)[tensor].name not in self.not_sharded
+
+    def _in_whole_blocks(self, group: int, parameter: int, tensor: int) -> bool:
+        """Whether neither the trainer's shards nor the engine's cut through a block."""
+        def compute() -> bool:
+            shape = self.groups[group].tensors(parameter)[tensor].shape
+            shards = (*self._given(group, parameter)[tensor], *self._held(group, parameter, tensor))
+            return all(of_whole_blocks(box, shape) for boxes in shards for box in boxes)
+
+        return self._once(("blocks", self.classes[group][parameter], tensor), compute)
 
     def _shared_boxes(self, group: int, parameter: int, tensor: int, rank: int, worker: int) -> tuple[Box, ...]:
         def compute() -> tuple[Box, ...]:
@@ -131,5 +158,11 @@ class Contents:
         return self.computed[key]
 
 
-def _sized(loads: Sequence[Items]) -> tuple[Sized, ...]:
-    return tuple((items, size(items)) for items in loads)
+def _grain(fp8: bool) -> int:
+    """What boxes are cut at multiples of."""
+    return BLOCK if fp8 else 1
+
+
+def _sized(loads: Sequence[Items], fp8: bool) -> tuple[Sized, ...]:
+    return tuple((items, numel, places([box for *_, box in items]).nbytes if fp8 else numel)
+                 for items in loads for numel in [size(items)])

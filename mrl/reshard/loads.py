@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Sequence
 
-from mrl.reshard.boxes import Box, cut, numel, pieces_of
+from mrl.reshard.boxes import Box, cut, numel, pieces_of, rows_below
 
 Item = tuple[int, int, Box]
 """A box of an HF tensor of a gather group: number of the parameter in the group, of the tensor in its rule, and box."""
@@ -16,11 +16,15 @@ _WASTE = 1.1  # how much longer than its even share the longest slice may be for
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The contents of one slice, whichever replica it comes from. `group`: number of the gather group in the plan."""
+    """The contents of one slice, whichever replica it comes from. `group`: number of the gather group in the plan.
+
+    `numel`: elements that are gathered. `sent`: elements of the bucket that travel, which are bytes where it is fp8.
+    """
 
     group: int
     items: Items
     numel: int
+    sent: int
 
 
 def size(items: Sequence[Item]) -> int:
@@ -28,13 +32,14 @@ def size(items: Sequence[Item]) -> int:
     return sum(numel(box) for _, _, box in items)
 
 
-def fill(items: Sequence[Item], limit: int) -> list[Items]:
-    """Consecutive items of at most `limit` elements together. Only a tensor that alone has more is cut, by rows."""
+def fill(items: Sequence[Item], limit: int, grain: int = 1) -> list[Items]:
+    """Consecutive items of at most `limit` elements together. Only a tensor that alone has more is cut, by rows of
+    `grain`."""
     loads: list[Items] = []
     load: list[Item] = []
     filled = 0
     for parameter, tensor, box in items:
-        for part in pieces_of(box, limit):
+        for part in pieces_of(box, limit, grain):
             if load and filled + numel(part) > limit:
                 loads.append(tuple(load))
                 load, filled = [], 0
@@ -43,23 +48,24 @@ def fill(items: Sequence[Item], limit: int) -> list[Items]:
     return [*loads, tuple(load)] if load else loads
 
 
-def deal(items: Sequence[Item], limit: int, multiple: int, smallest: int) -> list[Items]:
+def deal(items: Sequence[Item], limit: int, multiple: int, smallest: int, grain: int = 1) -> list[Items]:
     """Consecutive items in loads of about the same size and at most `limit` elements; their number is a multiple of
     `multiple`, or a little less.
 
-    Tensors are cut, by rows, where whole ones would make the loads too uneven. There are fewer loads, of any number,
-    where so many would have fewer than `smallest` elements each.
+    Tensors are cut, by rows of `grain`, where whole ones would make the loads too uneven. There are fewer loads, of any
+    number, where so many would have fewer than `smallest` elements each. `limit` must have room for a square of
+    `grain`.
     """
     total = size(items)
     needed = -(-total // limit)
     count = _round_up(needed, multiple)
     if total < count * smallest:
         count, multiple = max(needed, total // smallest), 1
-    whole = fill(items, max(1, min(limit, int(_WASTE * total / count))))
+    whole = fill(items, max(1, min(limit, int(_WASTE * total / count))), grain)
     if max(map(size, whole)) * _round_up(len(whole), multiple) <= _WASTE * total:
         return whole
     while True:
-        loads = _even(items, count)
+        loads = _even(items, count, grain)
         if max(map(size, loads)) <= limit:
             return loads
         count += multiple
@@ -69,18 +75,19 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _even(items: Sequence[Item], count: int) -> list[Items]:
-    """At most `count` loads whose sizes differ by less than a row."""
+def _even(items: Sequence[Item], count: int, grain: int) -> list[Items]:
+    """Loads whose sizes differ by less than a row; at most `count`, unless a square of `grain` is more than a share."""
     rest = size(items)
-    share = max(1, rest // count)
-    left = deque((parameter, tensor, part) for parameter, tensor, box in items for part in _rows_below(box, share))
+    share = max(grain * grain, rest // count)
+    left = deque((parameter, tensor, part) for parameter, tensor, box in items
+                 for part in rows_below(box, share, grain))
     loads: list[Items] = []
     while left:
-        room = -(-rest // max(1, count - len(loads)))
+        room = max(share, -(-rest // max(1, count - len(loads))))
         load: list[Item] = []
         while left and room:
             parameter, tensor, box = left.popleft()
-            head, tail = cut(box, room)
+            head, tail = cut(box, room, grain)
             if head is not None:
                 load.append((parameter, tensor, head))
                 room -= numel(head)
@@ -90,13 +97,3 @@ def _even(items: Sequence[Item], count: int) -> list[Items]:
                 break
         loads.append(tuple(load))
     return loads
-
-
-def _rows_below(box: Box, elements: int) -> list[Box]:
-    """A box whose rows have at most `elements`, or its rows, taken apart until theirs have."""
-    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
-    if dim is None or numel(box[dim + 1:]) <= elements:
-        return [box]
-    start, stop = box[dim]
-    rows = [(*box[:dim], (at, at + 1), *box[dim + 1:]) for at in range(start, stop)]
-    return [part for one in rows for part in _rows_below(one, elements)]

@@ -96,6 +96,7 @@ class GatherGroup:
     `ep` None: the tp ranks, for all parameters but experts'; replicas are the dp ones. Else: the etp ranks that hold
     the experts of this index; replicas are the expert dp ones. Experts never span indices.
     `dtype`: of its buffers, None: the model's. `entries`: what leaves from here, all but tied copies, in table order.
+    `fp8`: engines get it in blockwise fp8 (`fp8.py`).
     """
 
     spec: ModelSpec = field(repr=False, compare=False)
@@ -104,6 +105,7 @@ class GatherGroup:
     ep: int | None
     dtype: str | None
     entries: tuple[_Entry, ...] = field(repr=False)
+    fp8: bool = False
 
     @property
     def size(self) -> int:
@@ -145,8 +147,9 @@ class GatherGroup:
                      for plan in _plans([self.entries[entry]], self.spec, self.layout, coord, te))
 
 
-def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
-    """Every group that has something to give, stage by stage, experts' after the other ones.
+def gather_groups(spec: ModelSpec, layout: Layout, fp8: bool = False) -> Iterator[GatherGroup]:
+    """Every group that has something to give, stage by stage, experts' after the other ones. `fp8`: with projections,
+    which leave in fp8, in groups of their own.
 
     ValueError listing every reason why the model cannot be cut this way.
     """
@@ -154,12 +157,12 @@ def gather_groups(spec: ModelSpec, layout: Layout) -> Iterator[GatherGroup]:
     for stage in range(layout.pp):
         for ep in (None, *range(layout.ep if spec.moe else 0)):
             first = layout.coord(GatherGroup(spec, layout, stage, ep, None, ()).first)
-            entries: dict[str | None, list[_Entry]] = {}
+            entries: dict[tuple[str | None, bool], list[_Entry]] = {}
             for entry in _entries(spec, layout, first):
                 if entry.rule.expert == (ep is not None) and not entry.copy:
-                    entries.setdefault(entry.rule.dtype, []).append(entry)
-            for dtype, held in entries.items():
-                yield GatherGroup(spec, layout, stage, ep, dtype, tuple(held))
+                    entries.setdefault((entry.rule.dtype, fp8 and entry.rule.projection), []).append(entry)
+            for (dtype, quantised), held in entries.items():
+                yield GatherGroup(spec, layout, stage, ep, dtype, tuple(held), quantised)
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:

@@ -57,8 +57,8 @@ class PinnedSchedule(Schedule):
         for step in steps:
             for lane in range(self.lanes):
                 for load, (ranks, sender) in self._filled(step, lane):
-                    size, nbytes = self.groups[load.group].size, load.numel * self.itemsize(step)
-                    sent[sender] += nbytes
+                    size, nbytes = self.groups[load.group].size, self.gathered_bytes(step, load)
+                    sent[sender] += self.sent_bytes(step, load)
                     sends[sender] += 1
                     gathered[sender] += nbytes if len(ranks) > size else nbytes * (size - 1) // size
         return Totals(sent, sends, gathered, *worker_totals(self, steps))

@@ -15,9 +15,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mrl.reshard.bounds import lower_bound_s, predicted_s
-from mrl.reshard.buckets import DTYPE_BYTES, Bucket, Contribution, Outline, Part, Slice, SliceOutline
+from mrl.reshard.buckets import (
+    BYTES, DTYPE_BYTES, WEIGHT_DTYPES, Bucket, Contribution, Outline, Part, Slice, SliceOutline,
+)
 from mrl.reshard.contents import Contents
 from mrl.reshard.engine_layout import EngineLayout
+from mrl.reshard.fp8 import fp8_problems
 from mrl.reshard.layout import Layout
 from mrl.reshard.loads import Load
 from mrl.reshard.network import Network
@@ -38,8 +41,9 @@ _CLEARLY = 0.95  # of the predicted time of a simpler strategy is what a less si
 class SyncOptions:
     """How a sync is to be planned.
 
-    `bucket_bytes`: the most that a flat bucket, all its slices together, may have.
-    `dtype`: name of the dtype the weights leave in. `te`: see `local_params`.
+    `bucket_bytes`: the most that a flat bucket, all its slices together, may have before anything is quantised.
+    `dtype`: name of the dtype the weights are in. `te`: see `local_params`.
+    `fp8`: projections are sent in blockwise fp8 (`fp8.py`).
     `not_sharded`: HF tensors that must not go from shard to shard, because the engine holds them otherwise.
     `smallest_bytes`: slices of fewer bytes are not made just to use more senders.
     `pinned`: by engine and worker, the one rank that sends to it, in slices; None: whichever the strategy says.
@@ -54,10 +58,11 @@ class SyncOptions:
     not_sharded: frozenset[str] = field(default=frozenset())
     smallest_bytes: int = 1 << 20
     pinned: Pins | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} cannot be synced; known are {', '.join(WEIGHT_DTYPES)}")
         if self.strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy {self.strategy!r} is not known; known are auto, {', '.join(STRATEGIES)}")
         if self.pinned is not None and self.strategy not in ("auto", "multi_sender"):
@@ -79,14 +84,16 @@ class Outlines(Sequence[Outline]):
     def __getitem__(self, index: int) -> Outline:
         schedule = self._schedule
         step, lane = schedule.at(index)
-        slices = tuple(SliceOutline(load.numel * schedule.itemsize(step), *origin)
+        slices = tuple(SliceOutline(schedule.sent_bytes(step, load), schedule.gathered_bytes(step, load), *origin)
                        for load, origin in zip(step.loads, schedule.origins(step, lane)))
-        return Outline(index, schedule.mode(step), schedule.targets(lane), step.worker, step.stage, slices)
+        return Outline(index, schedule.dtype_of(step), schedule.mode(step), schedule.targets(lane), step.worker,
+                       step.stage, slices)
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """All buckets of one sync, in order. Made by `plan_sync`, of whose arguments it keeps all but the model.
+    """All buckets of one sync, in order. Made by `plan_sync`, of whose arguments it keeps all but the model, which
+    `contents` knows.
 
     strategy: the one planned. predictions: seconds of every strategy that was considered, by name.
     """
@@ -98,6 +105,7 @@ class SyncPlan:
     engine_layout: EngineLayout
     network: Network
     schedule: Schedule = field(repr=False)
+    contents: Contents = field(repr=False, compare=False)
     total_bytes: int
     """Of the model: all HF tensors once."""
 
@@ -142,8 +150,9 @@ class SyncPlan:
                 if shards:
                     given = self._shards(load, None if step.worker is None else rank)
                     given += ((),) * (len(brief.ranks) - len(given))  # of a pinned sender that holds nothing
-            slices.append(Slice(load.numel, parts, brief.ranks, brief.sender, given))
-        return Bucket(index, self.schedule.dtype_of(step), outline.mode, outline.engines, outline.worker, tuple(slices))
+            slices.append(Slice(load.numel, load.sent, parts, brief.ranks, brief.sender, given))
+        return Bucket(index, outline.dtype, self.schedule.held(step), outline.mode, outline.engines, outline.worker,
+                      tuple(slices))
 
     def _parts(self, load: Load) -> tuple[Part, ...]:
         return parts_of(load, self.schedule.groups[load.group])
@@ -172,7 +181,7 @@ class SyncPlan:
     @cached_property
     def max_bucket_bytes(self) -> int:
         """Bytes of the largest flat bucket."""
-        return max(len(step.loads) * max(load.numel for load in step.loads) * self.schedule.itemsize(step)
+        return max(len(step.loads) * max(self.schedule.sent_bytes(step, load) for load in step.loads)
                    for track in self.schedule.tracks for step in track.steps)
 
     @property
@@ -213,9 +222,12 @@ def plan_sync(
 
     A dense parameter is gathered among the tp ranks of one replica, an expert's among the etp ranks that hold it. HF
     elements that several ranks hold leave from one of them. ValueError for an unknown dtype or strategy, a bucket size
-    below one element, a layout that does not fit the model, and pinned ranks that do not fit layout and engines.
+    below one element, a layout that does not fit the model, pinned ranks that do not fit layout and engines, and with
+    fp8 a model that cannot be quantised or slices without room for a block.
     """
-    groups = tuple(gather_groups(spec, layout))
+    if options.fp8 and (problems := fp8_problems(spec)):
+        raise ValueError("; ".join(problems))
+    groups = tuple(gather_groups(spec, layout, options.fp8))
     contents = Contents(groups, options.te, engine_layout, options.not_sharded)
     task = Task(groups, contents, engine_layout, options.dtype, options.bucket_bytes, options.smallest_bytes)
     if options.pinned is not None:
@@ -227,9 +239,10 @@ def plan_sync(
                      for name, strategy in STRATEGIES.items() if options.strategy in ("auto", name)}
     predictions = {name: predicted_s(schedule, network) for name, schedule in schedules.items()}
     chosen = _choose(predictions)
-    total_bytes = sum(contents.numel(number) * DTYPE_BYTES[group.dtype or options.dtype]
+    total_bytes = sum(contents.sent(number) * DTYPE_BYTES[BYTES if group.fp8 else group.dtype or options.dtype]
                       for number, group in enumerate(groups))
-    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen], total_bytes)
+    return SyncPlan(chosen, predictions, options, layout, engine_layout, network, schedules[chosen], contents,
+                    total_bytes)
 
 
 def _choose(predictions: Mapping[str, float]) -> str:

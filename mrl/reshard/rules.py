@@ -37,6 +37,11 @@ class Rule:
         """Whether it applies to every expert of a layer."""
         return "{expert}" in self.name
 
+    @property
+    def projection(self) -> bool:
+        """Whether it is the matrix of a projection in attention, an MLP or an expert, whose HF tensors may be fp8."""
+        return ".linear_" in self.name and self.name.endswith(".weight") and self.name.startswith("decoder.layers.")
+
     def applies(self, spec: ModelSpec) -> bool:
         """Whether the model has it."""
         return self.when is None or bool(attrgetter(self.when)(spec))

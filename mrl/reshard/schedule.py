@@ -12,8 +12,9 @@ from typing import Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mrl.reshard.buckets import DTYPE_BYTES, Mode
+from mrl.reshard.buckets import BYTES, DTYPE_BYTES, Mode
 from mrl.reshard.engine_layout import EngineLayout
+from mrl.reshard.loads import Load
 from mrl.reshard.params import GatherGroup
 from mrl.reshard.strategy import Step, Track, interleave, turn_order
 
@@ -35,13 +36,21 @@ class Schedule:
     tracks: Sequence[Track]
     engines: EngineLayout
 
-    def dtype_of(self, step: Step) -> str:
-        """The dtype of a bucket."""
+    def held(self, step: Step) -> str:
+        """The dtype of the parameters behind a bucket."""
         return self.groups[step.loads[0].group].dtype or self.dtype
 
-    def itemsize(self, step: Step) -> int:
-        """Bytes of an element of a bucket."""
-        return DTYPE_BYTES[self.dtype_of(step)]
+    def dtype_of(self, step: Step) -> str:
+        """The dtype that a bucket is sent in."""
+        return BYTES if self.groups[step.loads[0].group].fp8 else self.held(step)
+
+    def sent_bytes(self, step: Step, load: Load) -> int:
+        """Bytes of one of a bucket's slices, as they are sent."""
+        return load.sent * DTYPE_BYTES[self.dtype_of(step)]
+
+    def gathered_bytes(self, step: Step, load: Load) -> int:
+        """Bytes of one of a bucket's slices, as they are gathered."""
+        return load.numel * DTYPE_BYTES[self.held(step)]
 
     @property
     def within_gpus(self) -> bool:
@@ -178,12 +187,14 @@ class Totals:
 
 def _totals(schedule: Schedule) -> Totals:
     steps = [step for track in schedule.tracks for step in track.steps]
-    slices = [(at, schedule.groups[load.group], load.numel * schedule.itemsize(step), replica, rank)
+    slices = [(at, schedule.groups[load.group], schedule.sent_bytes(step, load), replica, rank,
+               schedule.gathered_bytes(step, load))
               for at, step in enumerate(steps) for load, (replica, rank) in zip(step.loads, step.senders) if load.numel]
     of_step, size, replica = (np.array([entry[i] for entry in slices], dtype=np.int64) for i in (0, 2, 3))
-    first = np.array([group.first + rank for _, group, _, _, rank in slices], dtype=np.int64)
+    first = np.array([group.first + rank for _, group, _, _, rank, _ in slices], dtype=np.int64)
     stride = np.array([group.stride for _, group, *_ in slices], dtype=np.int64)
-    others = np.array([(group.size - 1) * size // group.size for _, group, size, *_ in slices], dtype=np.int64)
+    others = np.array([0 if steps[at].worker is not None else (group.size - 1) * held // group.size
+                       for at, group, *_, held in slices], dtype=np.int64)
     copies = np.array([schedule.copies(steps[at]) for at, *_ in slices], dtype=np.int64)
     layout = schedule.groups[0].layout
     sent, sends, gathered = (np.zeros(layout.world, dtype=np.int64) for _ in range(3))
@@ -207,8 +218,8 @@ def worker_totals(schedule: Schedule, steps: list[Step]) -> tuple[np.ndarray, ..
         mode = schedule.mode(step)
         for at, load in enumerate(step.loads):
             workers = {"direct": step.worker, "broadcast": slice(None), "slices": slice(at, None, node)}[mode]
-            received[workers] += load.numel * schedule.itemsize(step)
+            received[workers] += schedule.sent_bytes(step, load)
             receives[workers] += load.numel > 0
         if mode == "slices":
-            passed_on += (node - 1) * max(load.numel for load in step.loads) * schedule.itemsize(step)
+            passed_on += (node - 1) * max(schedule.sent_bytes(step, load) for load in step.loads)
     return received, receives, passed_on

@@ -237,15 +237,18 @@ class _Replay:
     # -- transfers
 
     def _collect(self, part: SliceOutline) -> Process:
-        """Pack on every rank, bring to the sender, assemble there; a rank alone only copies."""
-        share = part.nbytes // len(part.ranks)
+        """Pack on every rank, bring to the sender, assemble there, perhaps quantise; a rank alone only copies."""
+        share = part.gathered // len(part.ranks)
         others = [rank for rank in part.ranks if rank != part.sender]
         if others:
             yield from all_of([self.fabric.move(_COPY * share, [self.wires("trainer memory", rank)])
                                for rank in part.ranks])
             yield self.network.latency_s
             yield from all_of([self.fabric.move(share, self._way(rank, part.sender)) for rank in others])
-        yield self.fabric.move(_COPY * part.nbytes, [self.wires("trainer memory", part.sender)])
+        traffic = _COPY * part.gathered
+        if part.nbytes != part.gathered:  # read twice, to find the scales, and written once more
+            traffic += 2 * part.gathered + part.nbytes
+        yield self.fabric.move(traffic, [self.wires("trainer memory", part.sender)])
 
     def _way(self, rank: int, sender: int) -> list[Link]:
         """From one trainer rank to another: within the node, or out of one's NIC into the other's."""

@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Mapping, Sequence, TypeVar
 from mrl.reshard.buckets import DTYPE_BYTES
 from mrl.reshard.contents import Contents, Sized
 from mrl.reshard.engine_layout import EngineLayout
+from mrl.reshard.fp8 import BLOCK
 from mrl.reshard.loads import Items, Load
 from mrl.reshard.params import GatherGroup
 
@@ -52,7 +53,8 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be planned. `bucket_bytes`: of a whole bucket; `smallest_bytes`: below which slices are not cut.
+    """What is to be planned. `bucket_bytes`: of a whole bucket, as it is gathered; `smallest_bytes`: below which slices
+    are not cut.
 
     `dtype`: of groups that have none of their own.
     """
@@ -66,13 +68,20 @@ class Task:
 
     def filled(self, group: int, items: Items) -> Sequence[Sized]:
         """Whole tensors of a group, packed into buckets."""
-        return self.contents.filled(items, self.bucket_bytes // self._itemsize(group))
+        return self.contents.filled(group, items, self._limit(group, 1))
 
     def dealt(self, group: int, items: Items, slices: int, multiple: int) -> Sequence[Sized]:
         """Boxes of a group, dealt over a multiple of `multiple` slices of which a bucket has `slices`."""
-        itemsize = self._itemsize(group)
-        return self.contents.dealt(items, max(1, self.bucket_bytes // itemsize // slices), multiple,
-                                   -(-self.smallest_bytes // itemsize))
+        return self.contents.dealt(group, items, self._limit(group, slices), multiple,
+                                   -(-self.smallest_bytes // self._itemsize(group)))
+
+    def _limit(self, group: int, slices: int) -> int:
+        """Elements that each slice has room for."""
+        limit = max(1, self.bucket_bytes // self._itemsize(group) // slices)
+        if self.groups[group].fp8 and limit < BLOCK * BLOCK:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}, but for fp8 each of {slices} slices needs room for "
+                             f"{BLOCK} x {BLOCK} elements of {self._itemsize(group)} bytes")
+        return limit
 
     def _itemsize(self, group: int) -> int:
         return DTYPE_BYTES[self.groups[group].dtype or self.dtype]
@@ -126,7 +135,7 @@ def _in_slices(task: Task, sharded: bool) -> list[Track]:
 
 def _pool(group: GatherGroup) -> tuple:
     """Equal for groups whose slices may share buckets."""
-    return group.stage, group.ep is None, group.dtype
+    return group.stage, group.ep is None, group.dtype, group.fp8
 
 
 def _pool_steps(task: Task, contents: dict[int, Items]) -> list[Step]:
@@ -145,7 +154,7 @@ def _pool_steps(task: Task, contents: dict[int, Items]) -> list[Step]:
     steps = []
     for turn in range(turns):
         inside = sent[turn * slices:(turn + 1) * slices]
-        nothing = (Load(inside[0][0].group, (), 0), inside[0][1])
+        nothing = (Load(inside[0][0].group, (), 0, 0), inside[0][1])
         loads, senders = zip(*inside, *[nothing] * (slices - len(inside)))
         steps.append(Step(group.stage, loads, senders, block, blocks, turn, turns))
     return steps

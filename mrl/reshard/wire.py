@@ -5,11 +5,14 @@ for all of them, by the places of tensors in their group.
 """
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
-from mrl.reshard.boxes import numel, whole
+from mrl.reshard.boxes import Box, numel, whole
+from mrl.reshard.fp8 import SCALES, VALUES, blocks, places, scales_name, scales_shape
 from mrl.reshard.loads import Items, Load
 from mrl.reshard.params import GatherGroup
+from mrl.reshard.pieces import Shape
 from mrl.reshard.schedule import Schedule
 
 
@@ -25,11 +28,11 @@ def to_wire(schedule: Schedule, engine: int) -> dict[str, Any]:
         slices = []
         for load, origin in zip(step.loads, schedule.origins(step, lane)):
             group = schedule.groups[load.group]
-            slices.append({"sender": positions.get(origin.sender, 0), "numel": load.numel,
+            slices.append({"sender": positions.get(origin.sender, 0), "numel": load.sent,
                            "group": writer.group(load.group, group), "contents": writer.contents(load, group)})
         buckets.append({
             "index": index, "dtype": schedule.dtype_of(step), "mode": schedule.mode(step), "worker": step.worker,
-            "slice_numel": max(load.numel for load in step.loads), "slices": slices})
+            "slice_numel": max(load.sent for load in step.loads), "slices": slices})
     return {"workers": schedule.engines.world, "node": schedule.engines.node, "senders": len(senders),
             "tensors": writer.tensors, "groups": writer.groups, "contents": writer.written, "buckets": buckets}
 
@@ -49,13 +52,14 @@ class _Writer:
         """The number of a group on the wire; `number` is that in the plan."""
         if number not in self._groups:
             self._groups[number] = len(self.groups)
-            names = []
-            for parameter in range(len(group.entries)):
-                for tensor in group.tensors(parameter):
-                    self._numbers.setdefault(tensor.name, len(self._numbers))
-                    self.tensors[tensor.name] = list(tensor.shape)
-                    names.append(self._numbers[tensor.name])
-            self.groups.append(names)
+            tensors = [(tensor.name, tensor.shape) for parameter in range(len(group.entries))
+                       for tensor in group.tensors(parameter)]
+            if group.fp8:
+                tensors += [(scales_name(name), scales_shape(shape)) for name, shape in tensors]
+            for name, shape in tensors:
+                self._numbers.setdefault(name, len(self._numbers))
+                self.tensors[name] = list(shape)
+            self.groups.append([self._numbers[name] for name, _ in tensors])
         return self._groups[number]
 
     def contents(self, load: Load, group: GatherGroup) -> int:
@@ -68,14 +72,22 @@ class _Writer:
 
 
 def _parts(load: Load, group: GatherGroup) -> list[list]:
-    first, places = 0, []
+    first, numbers = 0, []
     for entry in group.entries:
-        places.append(first)
+        numbers.append(first)
         first += len(entry.rule.hf)
-    parts, offset = [], 0
-    for parameter, tensor, box in load.items:
-        shape = group.tensors(parameter)[tensor].shape
-        sides = None if box == whole(shape) else [list(span) for span in box]
-        parts.append([places[parameter] + tensor, sides, offset])
-        offset += numel(box)
-    return parts
+    boxes = [(numbers[parameter] + tensor, group.tensors(parameter)[tensor].shape, box)
+             for parameter, tensor, box in load.items]
+    if not group.fp8:
+        offsets = accumulate((numel(box) for *_, box in boxes), initial=0)
+        return [_part(*box, offset) for box, offset in zip(boxes, offsets)]
+    at = places([box for *_, box in boxes])
+    values = [_part(*box, offset, VALUES) for box, offset in zip(boxes, at.values)]
+    scales = [_part(first + number, scales_shape(shape), blocks(box), offset, SCALES)
+              for (number, shape, box), offset in zip(boxes, at.scales)]
+    return values + scales
+
+
+def _part(number: int, shape: Shape, box: Box, offset: int, *dtype: str) -> list:
+    """`number`: place of the tensor in its group, where the scales of a quantised group's tensors follow these."""
+    return [number, None if box == whole(shape) else [list(span) for span in box], offset, *dtype]

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from mrl.receiver.mrl_receiver.links import finish_stream
 from mrl.receiver.mrl_receiver.wire import Part
 from mrl.reshard.buckets import Bucket, Contribution, Slice
+from mrl.reshard.buckets import Part as BucketPart
+from mrl.reshard.fp8 import sent_parts
 from mrl.reshard.plan import SyncPlan
 from mrl.reshard.views import Views, assemble_views, direct_views, pack_views
 from mrl.stream.links import Workers
+from mrl.stream.quantise import quantise
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class Share:
     """What one rank does for one slice.
 
     key: which slice of which bucket of the plan. engines: whom the slice is for, and `workers` which workers of each.
-    messages: packed pieces that this rank sends or, as the slice's sender, receives. flat: the finished slice in its
-    slot of the ring, on the sender alone.
+    messages: packed pieces that this rank sends or, as the slice's sender, receives. quantised: (weights, e4m3,
+    scales) of every part, where the sender quantises. flat: the finished slice in its slot of the ring, on the sender
+    alone; `parts` are those of that.
     """
 
     key: tuple[int, int]
@@ -37,11 +41,8 @@ class Share:
     pack: Views
     messages: tuple[dist.P2POp, ...]
     assemble: Views
+    quantised: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
     flat: Optional[torch.Tensor]
-
-    def values(self, part: Part) -> torch.Tensor:
-        """A part in the finished slice, in the shape of its box."""
-        return self.flat[part.offset:part.offset + part.numel].view(part.box_shape)
 
 
 class Gatherer:
@@ -49,7 +50,8 @@ class Gatherer:
 
     params: this rank's shards by Megatron name, updated in place by training. buffers: finished slices that a sender
     holds at a time; the i-th that it sends lies in slot i mod `buffers`. Beside that ring a rank has room for its own
-    pieces of one slice, if it passes any on, and for the other ranks' pieces of one slice, if it gathers any.
+    pieces of one slice, if it passes any on, for the other ranks' pieces of one slice, if it gathers any, and for one
+    slice, if it quantises any.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, params: Mapping[str, torch.Tensor], engines: frozenset[int],
@@ -61,6 +63,7 @@ class Gatherer:
                 for position, one in enumerate(bucket.slices) if rank in one.ranks and one.numel]
         self.packed = self._room(max((place.packed_bytes for place in mine), default=0))
         self.gathered = self._room(max((place.gathered_bytes for place in mine), default=0))
+        self.weights = self._room(max((place.weights_bytes for place in mine), default=0))
         slot = max((place.slot_bytes for place in mine), default=0)
         self.ring = [self._room(slot) for _ in range(buffers)] if slot else []
         self.shares: list[Share] = []
@@ -73,7 +76,7 @@ class Gatherer:
     @property
     def nbytes(self) -> int:
         """Memory beside the parameters."""
-        return sum(room.nbytes for room in (self.packed, self.gathered, *self.ring))
+        return sum(room.nbytes for room in (self.packed, self.gathered, self.weights, *self.ring))
 
     def current(self, params: Mapping[str, torch.Tensor], engines: frozenset[int]) -> bool:
         """Whether the views are for these engines and still point at the memory of `params`."""
@@ -87,6 +90,8 @@ class Gatherer:
             for work in dist.batch_isend_irecv([*share.messages]):
                 work.wait()
         _copy(share.assemble)
+        for weights, values, scales in share.quantised:
+            quantise(weights, values, scales)
         if share.flat is not None:
             finish_stream(self.device)  # another thread sends it
 
@@ -96,23 +101,26 @@ class Gatherer:
     def _share(self, place: _Place, workers: int) -> Share:
         bucket, one = place.bucket, place.slice
         own = one.shards[place.member]
-        messages, assemble, flat = [], ([], []), None
+        messages, assemble, flat, quantised = [], ([], []), None, ()
+        parts = _receivers(sent_parts(one.parts) if bucket.fp8 else one.parts)
         if place.sends:
-            flat = self.ring[len(self.sends) % len(self.ring)].view(place.dtype)[:one.numel]
-            pack = direct_views(replace(one, shards=(own,)), self.params, flat)
+            flat = weights = self.ring[len(self.sends) % len(self.ring)].view(place.sent_dtype)[:one.sent]
+            if bucket.fp8:
+                weights = self.weights.view(place.dtype)[:one.numel]
+                quantised = _quantised(_receivers(one.parts), weights, parts, flat)
+            pack = direct_views(replace(one, shards=(own,)), self.params, weights)
             room = self.gathered.view(place.dtype)[:sum(place.others.values())]
             gathered = room.split([*place.others.values()]) if place.others else ()
             assemble = assemble_views(replace(one, shards=tuple(one.shards[other] for other in place.others)),
-                                      gathered, flat)
+                                      gathered, weights)
             messages = [dist.P2POp(dist.irecv, packed, one.ranks[other])
                         for other, packed in zip(place.others, gathered)]
         else:
             packed = self.packed.view(place.dtype)[:_numel(own)]
             pack = pack_views(own, self.params, packed)
             messages = [dist.P2POp(dist.isend, packed, one.sender)] if packed.numel() else []
-        parts = tuple(Part(part.name, part.shape, part.box, part.offset) for part in one.parts)
         return Share((bucket.index, place.position), bucket.engines, _workers(bucket, place.position, workers),
-                     bucket.mode == "direct", parts, pack, tuple(messages), assemble, flat)
+                     bucket.mode == "direct", parts, pack, tuple(messages), assemble, quantised, flat)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,10 @@ class _Place:
 
     @property
     def dtype(self) -> torch.dtype:
+        return getattr(torch, self.bucket.held)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
         return getattr(torch, self.bucket.dtype)
 
     @property
@@ -148,7 +160,11 @@ class _Place:
 
     @property
     def slot_bytes(self) -> int:
-        return self.slice.numel * self.dtype.itemsize if self.sends else 0
+        return self.slice.sent * self.sent_dtype.itemsize if self.sends else 0
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.slice.numel * self.dtype.itemsize if self.sends and self.bucket.fp8 else 0
 
     @property
     def gathered_bytes(self) -> int:
@@ -170,6 +186,19 @@ def _workers(bucket: Bucket, position: int, workers: int) -> Workers:
     if bucket.mode == "direct":
         return (bucket.worker,)
     return tuple(range(position, workers, len(bucket.slices)))
+
+
+def _receivers(parts: Sequence[BucketPart]) -> tuple[Part, ...]:
+    """Parts of a plan, as the receiver knows them."""
+    return tuple(Part(part.name, part.shape, part.box, part.offset, part.dtype) for part in parts)
+
+
+def _quantised(parts: Sequence[Part], weights: torch.Tensor, sent: Sequence[Part], flat: torch.Tensor
+               ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]:
+    """Views of every part before and after it is quantised."""
+    values, scales = sent[:len(parts)], sent[len(parts):]
+    return tuple((part.values(weights), one.values(flat), other.values(flat))
+                 for part, one, other in zip(parts, values, scales, strict=True))
 
 
 def _copy(views: Views) -> None:

@@ -170,4 +170,4 @@ class Sums:
 
 def _checksums(share: Share) -> list[int]:
     """Of the parts of a slice, in order."""
-    return [checksum(share.values(part), part.lattice) for part in share.parts]
+    return [checksum(part.values(share.flat), part.lattice) for part in share.parts]

@@ -21,6 +21,7 @@ def plan_of(
     engines = rollout.parallel.layout(rollout.engine, experiment.engine_count, cluster.gpus_per_node)
     options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,
                           dtype=experiment.model.dtype, not_sharded=not_sharded,
+                          fp8=experiment.rollout.quantization == "fp8",
                           pinned=ranks_beside(experiment) if sync.transport == "cuda_ipc" else None)
     network = Network(gpus_per_node=cluster.gpus_per_node, nic_gb_s=cluster.nic_gb_s, nvlink_gb_s=cluster.nvlink_gb_s)
     # Engines do not load the layers that predict further tokens.

@@ -80,6 +80,24 @@ def test_memory_of_what_is_kept_for_changes(invoke, experiment_file, hf_config):
     assert "kept for" not in invoke("check", str(experiment_file)).output
 
 
+def test_check_shows_what_leaves_in_fp8(invoke, experiment_file, hf_config, folder):
+    hf_config.update(head_dim=64, num_key_value_heads=4, intermediate_size=512)
+    (folder / "model" / "config.json").write_text(json.dumps(hf_config))
+    overrides = ["rollout.quantization=fp8", "model.dtype=bfloat16", "cluster.device=cuda", "sync.strategy=sharded",
+                 "rollout.parallel.tp=2", "cluster.rollout_gpus=2", "trainer.parallel.tp=4", "cluster.trainer_gpus=4"]
+    result = invoke("check", experiment_file, *overrides)
+    assert result.exit_code == 0, result.output
+    assert row(result.output, "fp8")[1].startswith("28 tensors, ") and "bfloat16; 16 travel whole" in "".join(
+        result.output.replace("│", "").split("\n")).replace("  ", "")  # heads of 64 rows
+    plan = plans.resolve_plan(load_experiment(experiment_file, overrides), hf_config, visible_gpus=None)
+    plain = plans.resolve_plan(load_experiment(experiment_file, overrides[1:]), hf_config, visible_gpus=None)
+    # A byte less for each element, and scales: two each for q, k, v and o, four each for gate, up and down.
+    projections, scales = 4 * (4 * 256 + 3 * 512) * 48, 4 * (4 * 2 + 3 * 4)
+    assert plain.sync.total_bytes - plan.sync.total_bytes == projections - 4 * scales
+    assert plans.engine_weights(plain, 0) - plans.engine_weights(plan, 0) == (projections - 4 * scales) // 2
+    assert "fp8" not in invoke("check", experiment_file, *overrides[1:]).output
+
+
 def test_memory_in_bfloat16_with_two_replicas(experiment_file, hf_config):
     exp = load_experiment(experiment_file, ["model.dtype=bfloat16", "cluster.device=cuda", "cluster.trainer_gpus=4"])
     memory = plans.rank_memory(plans.resolve_plan(exp, hf_config, visible_gpus=None), 3)

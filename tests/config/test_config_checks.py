@@ -322,3 +322,16 @@ def test_context_limit_with_yarn():
     assert context_limit(yarn) == 131072
     assert context_limit({"max_position_embeddings": 8192, "rope_scaling": None}) == 8192
     assert context_limit({}) is None
+
+
+def test_fp8_needs_gpus_and_bfloat16_and_whole_blocks_for_every_worker(experiment_file, hf_config):
+    fp8 = ["rollout.quantization=fp8", "cluster.device=cuda", "model.dtype=bfloat16"]
+    hf_config.update(head_dim=64, intermediate_size=256)  # 4 heads, 2 KV heads
+    assert found(experiment_file, hf_config, *fp8) == {}
+    assert "model.dtype float32: engines compute" in found(experiment_file, hf_config, *fp8[:2], "model.dtype=float32")[
+        "rollout.quantization"]
+    assert "cluster.device cpu" in found(experiment_file, hf_config, fp8[0])["rollout.quantization"]
+    two = found(experiment_file, hf_config, *fp8, "rollout.parallel.tp=2", "cluster.rollout_gpus=2")
+    assert "would have k_proj in parts of 64 x 48, v_proj in parts of 64 x 48\n" in two["rollout.parallel.tp"]
+    hf_config.update(intermediate_size=200)
+    assert "gate_proj in parts of 200 x 48" in found(experiment_file, hf_config, *fp8)["rollout.parallel.tp"]

@@ -11,6 +11,7 @@ from mrl.engine.api import EngineClosed, GenerateRequest
 from mrl.engine.engines import SERVERS
 from mrl.engine.flags import OWNED_FLAGS
 from mrl.engine.http import HttpServer
+from tests.reshard.simulate import hf_config
 from tests.rollout.experiments import experiment
 
 ENGINES = sorted(SERVERS)
@@ -59,6 +60,17 @@ def test_how_an_engine_is_split(engine, sizes, given, left_out):
     command = f"{' '.join(one.command_line(1))} "
     assert all(f"--{flag}" in command for flag in given.split("--")[1:]) and (not left_out or left_out not in command)
     assert {word for word in given.split() if word[:2] == "--"} <= OWNED_FLAGS[engine].keys()
+
+
+@pytest.mark.parametrize("engine, flag", [("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")])
+def test_in_fp8_an_engine_sees_another_config_unless_it_reads_its_weights(engine, flag, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen3-moe")))
+    sections = {"model": {"path": str(tmp_path)}, "rollout": {"quantization": "fp8"}}
+    changes = json.loads(value_of(server(engine, **sections).command_line(1), flag))["quantization_config"]
+    assert changes["quant_method"] == "fp8" and changes["weight_block_size"] == [128, 128]
+    assert "model.layers.1.mlp.gate" in changes["modules_to_not_convert"] and flag in OWNED_FLAGS[engine]
+    assert flag not in server(engine, load_weights=True, **sections).command_line(1)
+    assert flag not in server(engine, model=sections["model"]).command_line(1)
 
 
 def test_log_probs_are_of_the_distribution_sampled_from():

@@ -2,7 +2,6 @@
 import resource
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,21 +10,10 @@ from safetensors.torch import load_file
 
 from mrl.receiver.mrl_receiver.disk import DiskTransport, discard
 from mrl.receiver.mrl_receiver.links import Label, LinkError, Meeting, failed_key
+from mrl.receiver.mrl_receiver.wire import Part
 
-
-@dataclass(frozen=True)
-class Part:
-    """As in the plan."""
-
-    name: str
-    shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
-    offset: int
-    numel: int
-
-
-PARTS = (Part("norm.weight", (6,), ((0, 6),), 0, 6), Part("up.weight", (8, 4), ((2, 5), (0, 4)), 6, 12),
-         Part("scale", (), (), 18, 1))
+PARTS = (Part("norm.weight", (6,), ((0, 6),), 0), Part("up.weight", (8, 4), ((2, 5), (0, 4)), 6),
+         Part("scale", (), (), 18))
 LABEL = Label("7/3.0", PARTS)
 
 

@@ -84,6 +84,15 @@ def test_a_narrower_engine_is_refused_and_a_wider_one_is_not():
     assert not trace(kinds(dtype=torch.bfloat16), wide, wide.load_weights).opaque
 
 
+@pytest.mark.parametrize("sent, held", [(torch.float8_e4m3fn, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)])
+def test_fp8_is_for_engines_that_hold_fp8_alone(sent, held):
+    """Of itself a copy between the two would do, with values that mean nothing without their scales."""
+    model, like = ToyModel(dtype=held), ToyModel(dtype=sent)
+    with pytest.raises(TraceError, match=f"embed is sent as {sent}.*holds it as {held}.*rollout.quantization"):
+        trace(kinds(dtype=sent), model, model.load_weights)
+    assert not trace(kinds(dtype=sent), like, like.load_weights).opaque
+
+
 def test_parameters_left_out_are_named_and_tied_ones_and_buffers_are_not():
     model = ToyMoe()
     traced = trace(kinds({name: shape for name, shape in SHAPES.items() if name not in ("norm", "pair.b", "pair.a")}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.receiver.mrl_receiver.watch import require_plain, seen_of, watched
+from mrl.receiver.mrl_receiver.watch import keeping_parameters, require_plain, seen_of, watched
 
 REMEDY = "do this"
 
@@ -89,3 +89,24 @@ def test_what_is_remade_after_every_sync_may_be_computed_from_weights():
 
 def test_what_was_not_watched_is_refused():
     assert "experts (of 1)" in refused(Layer())
+
+
+def test_parameters_registered_anew_in_the_same_memory_are_put_back():
+    layer = Layer()
+    layer.w13.weight_loader, (w13, w2) = "loader", (layer.w13, layer.w2)
+
+    def process():
+        layer.w13 = nn.Parameter(layer.w13.data, requires_grad=False)
+        layer.kernel = layer.w13
+
+    watched(lambda: keeping_parameters(process, layer), layer)
+    require_plain({"": seen_of(layer)}, layer, lambda: None, REMEDY)
+    assert layer.w13 is w13 and layer.w13.weight_loader == "loader" and layer.w2 is w2
+    layer.w13.fill_(7.0)
+    assert (layer.kernel == 7.0).all()
+
+
+@pytest.mark.parametrize("process, name", [(swap_halves, "w13"), (transpose_zeros, "w2"), (drop, "w2")])
+def test_others_are_not_put_back_and_so_refused(process, name):
+    assert f"experts.{name}: the engine rearranges" in refused(
+        processed(lambda layer: keeping_parameters(lambda: process(layer), layer)))

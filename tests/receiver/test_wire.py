@@ -2,9 +2,10 @@
 import copy
 
 import pytest
+import torch
 
 from mrl.receiver.mrl_receiver.wire import Part, Plan, SyncRequest
-from tests.receiver.toy import EXPERTS, mixed_plan, wire_plan
+from tests.receiver.toy import EXPERTS, Draft, mixed_plan, wire_plan
 
 
 def test_what_a_plan_says():
@@ -29,6 +30,41 @@ def test_a_part_names_its_elements():
     part = Part("t", (4, 6), ((1, 3), (2, 5)), 7)
     assert (part.numel, part.whole, part.lattice) == (6, False, (8, (2, 3), (6, 1)))
     assert Part("t", (4, 6), ((0, 4), (0, 6)), 0).whole
+
+
+def bytes_plan() -> dict:
+    """One bucket of e4m3 values and of their scales, from byte 260 on."""
+    draft = Draft(dtype="uint8", shapes={"w": (130, 2), "w_scale_inv": (2, 1)}).add("broadcast", ["w", "w_scale_inv"])
+    wire = draft.wire()
+    wire["contents"] = [[[0, None, 0, "float8_e4m3fn"], [1, [[0, 2], [0, 1]], 260, "float32"]]]
+    wire["buckets"][0]["slices"][0]["numel"] = wire["buckets"][0]["slice_numel"] = 268
+    return wire
+
+
+def test_parts_may_have_dtypes_of_their_own_in_buckets_of_bytes():
+    plan = Plan.from_wire(bytes_plan())
+    assert plan.tensor_kinds == {"w": ((130, 2), torch.float8_e4m3fn), "w_scale_inv": ((2, 1), torch.float32)}
+    flat = torch.arange(268, dtype=torch.int64).to(torch.uint8)
+    (values, _), (scales, start) = plan.buckets[0].parts
+    assert (scales.width, scales.numel, start, plan.buckets[0].nbytes) == (4, 2, 260, 268)
+    assert values.values(flat).shape == (130, 2)
+    assert torch.equal(values.values(flat).view(torch.uint8).view(-1), flat[:260])
+    assert torch.equal(scales.values(flat, start).view(-1), flat[260:].view(torch.float32))
+
+
+@pytest.mark.parametrize("path, value, words", [
+    (("contents", 0, 1, 3), "float31", "w_scale_inv has dtype 'float31' in bucket 0"),
+    (("contents", 0, 1, 2), 259, "w_scale_inv of shape .* does not fit its place"),
+    (("contents", 0, 1, 2), 261, "w_scale_inv of shape .* does not fit its place"),
+    (("buckets", 0, "slices", 0, "numel"), 267, "w_scale_inv of shape .* does not fit its place"),
+    (("buckets", 0, "slice_numel"), 270, "w_scale_inv of shape .* does not fit its place"),
+    (("buckets", 0, "dtype"), "bfloat16", "w has dtype 'float8_e4m3fn' in bucket 0 of dtype 'bfloat16'"),
+])
+def test_bytes_that_do_not_fit_are_refused(path, value, words):
+    wire = bytes_plan()
+    set_in(*path, value)(wire)
+    with pytest.raises(ValueError, match=words):
+        Plan.from_wire(wire)
 
 
 def set_in(*path):

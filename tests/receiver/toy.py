@@ -202,7 +202,7 @@ def flat_of(one, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.T
     flat = torch.zeros(one.numel, dtype=dtype)
     for part in one.parts:
         box = values[part.name][tuple(slice(*span) for span in part.box)]
-        flat[part.offset:part.offset + part.numel] = box.reshape(-1)
+        part.values(flat).copy_(box)
     return flat
 
 
@@ -213,6 +213,7 @@ def sums_of(plan, sender: int, values: dict[str, torch.Tensor]) -> dict[str, Any
         into = sums["shared"] if bucket.worker is None else sums["direct"].setdefault(str(bucket.worker), {})
         for one in bucket.slices:
             for part in one.parts if one.sender == sender else ():
-                box = values[part.name][tuple(slice(*span) for span in part.box)].to(bucket.torch_dtype)
+                box = values[part.name][tuple(slice(*span) for span in part.box)]
+                box = box.to(getattr(torch, part.dtype or bucket.dtype))
                 into[part.name] = add(into.get(part.name, 0), checksum(box, part.lattice))
     return sums

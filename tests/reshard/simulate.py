@@ -214,7 +214,7 @@ class Sync:
         one = self.senders[brief.sender][index].slices[at]
         dtype = getattr(torch, self.senders[brief.sender][index].dtype)
         flat = torch.empty(one.numel, dtype=dtype)
-        assert brief == SliceOutline(flat.nbytes, one.ranks, one.sender) and one.sender in one.ranks
+        assert brief == SliceOutline(flat.nbytes, flat.nbytes, one.ranks, one.sender) and one.sender in one.ranks
         if len(brief.ranks) == 1:
             return [flat, direct_views(one, self.params[brief.sender], flat)]
         packed = [torch.empty(one.packed_numel, dtype=dtype) for _ in brief.ranks]

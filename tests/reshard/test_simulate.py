@@ -18,7 +18,8 @@ COPY = 0.02
 
 def outline(index, mode, *slices, engines=(0,), worker=None):
     """`slices`: (bytes, ranks), sent by the first of the ranks."""
-    return Outline(index, mode, engines, worker, 0, tuple(SliceOutline(b, tuple(r), r[0]) for b, r in slices))
+    return Outline(index, "bfloat16", mode, engines, worker, 0,
+                   tuple(SliceOutline(b, b, tuple(r), r[0]) for b, r in slices))
 
 
 def direct(index, sender, worker, nbytes=TEN, engines=(0,)):

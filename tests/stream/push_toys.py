@@ -1,33 +1,34 @@
 """Run by torchrun: a gang pushes to toy engines that live in rank 0, by every strategy from every layout it is given.
 
 Arguments: a JSON file with {"models": {name: model directory}, "cases": [[model, layout, workers, workers on a node,
-tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta, "transport": "gloo", or "cuda_ipc" for
-engines on the ranks' own GPUs, all workers together as many as ranks; then TCP stands in for the GPUs}. Prints CASE and
-a JSON object for every case and strategy; asserts, on the way, what must hold for all of them. Every buffer is poisoned
-as soon as it may be used again.
+tensor that the engines hold otherwise than planned or ""]], "delta": sync.delta, "fp8": whether engines get fp8,
+"transport": "gloo", or "cuda_ipc" for engines on the ranks' own GPUs, all workers together as many as ranks; then TCP
+stands in for the GPUs}. Prints CASE and a JSON object for every case and strategy; asserts, on the way, what must hold
+for all of them. Every buffer is poisoned as soon as it may be used again.
 """
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mrl.engine.api import Version
 from mrl.receiver.mrl_receiver.gloo import GlooTransport
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 from mrl.reshard.layout import Layout
-from mrl.reshard.params import hf_tensors
 from mrl.reshard.spec import model_spec, read_config
 from mrl.stream.gather import Gatherer
 from mrl.stream.sync import WeightSync
 from tests.receiver.poison import poison, poison_transport
 from tests.stream.engines import RUN_ID
-from tests.stream.tiny import FakeTrainer, make_experiment, weights
+from tests.stream.tiny import FakeTrainer, make_experiment, quantised, weights
 from tests.stream.toys import ToyEngine, ToyModel
 
 ENGINES = 2
 BUCKET_MB = 0.04
+BUCKET_MB_FP8 = 0.3  # blocks have room in it
 
 
 def poison_used_buffers() -> None:
@@ -40,6 +41,7 @@ def poison_used_buffers() -> None:
         fill(gatherer, share)
         poison(gatherer.packed)
         poison(gatherer.gathered)
+        poison(gatherer.weights)
 
     Gatherer.fill = poisoned_fill
 
@@ -60,24 +62,37 @@ def partitions(transport: str, workers: int) -> dict:
 
 
 def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[ToyEngine]:
-    spec = model_spec(read_config(model))
-    shapes = dict(hf_tensors(spec))
+    kv_heads, tensors = model_spec(read_config(model)).kv_heads, published(experiment, weights(model, 1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def make_model(worker: int, workers: int) -> ToyModel:
-        return ToyModel(shapes, spec.kv_heads, worker, workers, replicated)
+        return ToyModel(shapes, kv_heads, worker, workers, replicated, dtypes)
 
     return [ToyEngine(experiment, index, make_model, workers) for index in range(ENGINES)]
 
 
-def run_case(case: list, strategy: str, models: dict[str, str], delta: bool, transport: str) -> None:
+def published(experiment, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the engines must hold of these tensors."""
+    return quantised(Path(experiment.model.path), tensors) if experiment.rollout.quantization else tensors
+
+
+def holding(sync: WeightSync, engines: list[ToyEngine], tensors: dict[str, torch.Tensor]) -> list[bool]:
+    """By engine, whether it holds what it must of these tensors."""
+    expected = published(sync.experiment, tensors) if engines else {}
+    return [engine.holds(expected) for engine in engines]
+
+
+def run_case(case: list, strategy: str, order: dict) -> None:
     name, sizes, workers, node, replicated = case
-    model, rank = Path(models[name]), dist.get_rank()
+    model, rank, delta, transport, fp8 = Path(order["models"][name]), dist.get_rank(), *(
+        order[key] for key in ("delta", "transport", "fp8"))
     placed = partitions(transport, workers)
     placed["cluster"]["gpus_per_node"] = node
     experiment = make_experiment(
-        model, "python", sync={"timeout_s": 60, "strategy": strategy, "bucket_mb": BUCKET_MB, "verify_every": 0,
-                              "delta": delta, "transport": transport},
-        rollout={"parallel": {"tp": workers}}, **placed)
+        model, "python", sync={"timeout_s": 60, "strategy": strategy, "verify_every": 0, "delta": delta,
+                              "bucket_mb": BUCKET_MB_FP8 if fp8 else BUCKET_MB, "transport": transport},
+        rollout={"parallel": {"tp": workers}, "quantization": "fp8" if fp8 else None}, **placed)
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
@@ -110,8 +125,8 @@ def push_three_times(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEn
         assert report.ok and report.verified == (step == 1) and not report.unverified, report
         assert len(report.errors) == (ENGINES if step < 3 else 1), report
         assert step == 3 or report.bytes == sum(sync.plan.bytes_by_sender.values()), report
-        assert all(engine.holds(tensors) for engine in targets)
-    assert all(engine.holds(weights(trainer.model, 2)) for engine in engines[:-1]), "not asked, but touched"
+        assert all(holding(sync, targets, tensors))
+    assert all(holding(sync, engines[:-1], weights(trainer.model, 2))), "not asked, but touched"
 
 
 def push_changes(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine]) -> None:
@@ -125,18 +140,19 @@ def push_changes(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine
         assert report.ok and report.verified == (step < 3), report
         full = step == 1 or step == 5 and sync.plan.strategy == "broadcast"  # where engines share the buckets
         assert report.sent_fraction > 1 if full else report.sent_fraction < 0.15, report
-        assert all(engine.holds(tensors) for engine in engines[step == 4:])
+        assert all(holding(sync, engines[step == 4:], tensors))
     for engine in engines:
         engine.scramble()
     report = sync.push(Version(0, 6))
-    assert report.ok and not any(engine.holds(tensors) for engine in engines), "more than changes were sent"
+    assert report.ok and not any(holding(sync, engines, tensors)), "more than changes were sent"
 
 
 def check_memory(sync: WeightSync) -> None:
     """Ring and staging of this rank stay within what docs/weight_sync.md promises."""
-    bucket, buffers = BUCKET_MB * 2**20, sync.settings.buffers
+    bucket, buffers = sync.settings.bucket_mb * 2**20, sync.settings.buffers
     if sync.gatherer is not None:
-        assert sync.gatherer.nbytes <= (buffers + 2) * bucket + 16 * (buffers + 2), sync.gatherer.nbytes
+        assert sync.gatherer.nbytes <= (buffers + 2) * bucket + 16 * (buffers + 3), sync.gatherer.nbytes
+        assert sync.plan.options.fp8 or not sync.gatherer.weights.numel()
         assert sum(room.nbytes for room in sync.gatherer.ring) <= buffers * (bucket + 16)
 
 
@@ -148,7 +164,7 @@ def main(path: str) -> None:
     strategies = ("auto",) if order["transport"] == "cuda_ipc" else ("broadcast", "multi_sender", "sharded")
     for case in order["cases"]:
         for strategy in strategies:
-            run_case(case, strategy, order["models"], order["delta"], order["transport"])
+            run_case(case, strategy, order)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -7,6 +7,10 @@ from tests.stream.engines import ROOT
 from tests.stream.tiny import make_moe
 from tests.torchrun import torchrun
 
+FP8 = dict(hidden_size=192, moe_intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+"""Sizes whose shards for two workers are whole blocks. The trainers' are not everywhere: a KV head has half a block of
+rows, so k and v travel whole at tp 4. Hidden dimensions end within a block."""
+REPLICATED_FP8 = "model.layers.1.self_attn.o_proj.weight"
 REPLICATED = "model.layers.1.mlp.up_proj.weight"
 DENSE = [
     # layout, workers of an engine, workers on one of its nodes, tensor that they hold whole although vLLM would not
@@ -24,9 +28,11 @@ EXPERTS = [
 ]
 
 
-def run(tmp_path, models: dict, cases: list, delta: bool = False, transport: str = "gloo") -> list[dict]:
+def run(tmp_path, models: dict, cases: list, delta: bool = False, transport: str = "gloo", fp8: bool = False
+        ) -> list[dict]:
     order = tmp_path / "order.json"
-    order.write_text(json.dumps({"models": models, "cases": cases, "delta": delta, "transport": transport}))
+    order.write_text(json.dumps({"models": models, "cases": cases, "delta": delta, "transport": transport,
+                                 "fp8": fp8}))
     output = torchrun(ROOT / "tests/stream/push_toys.py", 4, order)
     return [json.loads(line.split("CASE ", 1)[1]) for line in output.splitlines() if "CASE " in line]
 
@@ -74,3 +80,14 @@ def test_engines_on_the_ranks_own_gpus(delta, tmp_path, model):
     found = run(tmp_path, models, cases, delta, "cuda_ipc")
     assert [one["case"] for one in found] == cases
     assert all((one["strategy"], one["modes"], one["senders"]) == ("multi_sender", ["slices"], 4) for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [False, True])
+def test_fp8_is_what_quantising_the_whole_tensors_would_be(delta, tmp_path):
+    cases = [["experts", {"tp": 2, "dp": 2, "ep": 2}, 2, 2, ""],
+             ["experts", {"tp": 2, "pp": 2, "etp": 2}, 2, 1, REPLICATED_FP8],
+             ["experts", {"tp": 4, "ep": 2, "etp": 2}, 2, 2, ""]]
+    cases = cases[-1:] if delta else cases
+    models = {"experts": str(make_moe(tmp_path / "experts", **FP8))}
+    check(run(tmp_path, models, cases, delta, fp8=True), cases)

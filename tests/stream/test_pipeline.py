@@ -80,7 +80,7 @@ class Sender:
 
 
 def received_tensors(transport: RecordingTransport) -> dict:
-    return {part.name: flat[part.offset:part.offset + part.numel].view(part.box_shape)
+    return {part.name: part.values(flat)
             for flat, label in transport.received for part in label.parts}
 
 

@@ -14,6 +14,7 @@ from transformers import (AutoModelForCausalLM, PretrainedConfig, PreTrainedToke
                           Qwen3MoeConfig)
 
 from mrl.config.schema import Experiment
+from mrl.reshard.fp8 import quantization_config
 from mrl.reshard.layout import Coord, Layout
 from mrl.reshard.params import hf_tensors, local_params
 from mrl.reshard.spec import model_spec, read_config
@@ -39,13 +40,13 @@ def make_model(path: Path, config: PretrainedConfig = DENSE) -> Path:
     return path
 
 
-def make_moe(path: Path) -> Path:
+def make_moe(path: Path, **sizes: int) -> Path:
     """A directory with the config of a tiny Qwen3-MoE; no tokenizer and no weights."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({
         "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28}))
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28, **sizes}))
     return path
 
 
@@ -63,6 +64,26 @@ def weights(model: Path, version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
             for name, shape in hf_tensors(model_spec(read_config(model))).items()}
+
+
+def quantised(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is published of these tensors in fp8: projections by blocks, computed one by one, with scales; all else as
+    it is."""
+    plain = quantization_config(model_spec(read_config(model)))["modules_to_not_convert"]
+    made = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or name.removesuffix(".weight") in plain:
+            made[name] = tensor
+            continue
+        made[name] = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = torch.empty([-(-size // 128) for size in tensor.shape])
+        for row in range(0, tensor.shape[0], 128):
+            for column in range(0, tensor.shape[1], 128):
+                block = tensor[row:row + 128, column:column + 128].float()
+                scale = torch.clamp(block.abs().max() / 448, min=2.0 ** -126)
+                made[name][row:row + 128, column:column + 128] = (block / scale).to(torch.float8_e4m3fn)
+                made[f"{name}_scale_inv"][row // 128, column // 128] = scale
+    return made
 
 
 def reference_log_probs(model: Path, tensors: dict[str, torch.Tensor], prompt: list[int], answer: list[int],

@@ -7,7 +7,8 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
@@ -19,29 +20,30 @@ from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from tests.stream.engines import RUN_ID
 
-ROWS = re.compile(r"(q|gate|up)_proj\.weight$")
-HEADS = re.compile(r"(k|v)_proj\.weight$")
-COLUMNS = re.compile(r"(o|down)_proj\.weight$")
+ROWS = re.compile(r"(q|gate|up)_proj\.weight(_scale_inv)?$")
+HEADS = re.compile(r"(k|v)_proj\.weight(_scale_inv)?$")
+COLUMNS = re.compile(r"(o|down)_proj\.weight(_scale_inv)?$")
 VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 VOCABULARY_MULTIPLE = 64  # rows of the padded vocabulary, over all workers: vLLM's
 
 
 class ToyModel(torch.nn.Module):
-    """One worker's shards, cut as vLLM cuts them over tp; every HF tensor has a parameter of its own.
+    """One worker's shards, cut as vLLM cuts them over tp; every HF tensor has a parameter of its own, and scales if it
+    has any are cut like what they scale.
 
-    shapes: of the HF tensors. kv_heads: with more workers than that, several hold the same head. replicated: a tensor
-    that every worker of this model holds whole, unlike vLLM's.
+    shapes: of the HF tensors. dtypes: of those that are not float32. kv_heads: with more workers than that, several
+    hold the same head. replicated: a tensor that every worker of this model holds whole, unlike vLLM's.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], kv_heads: int, worker: int, workers: int,
-                 replicated: str = ""):
+                 replicated: str = "", dtypes: Mapping[str, torch.dtype] = MappingProxyType({})):
         super().__init__()
         self.kv_heads, self.worker, self.workers, self.replicated = kv_heads, worker, workers, replicated
         self.cuts = {name: self._cut(name, shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
             size = torch.zeros(1).expand(shape)[self.cuts[name]].shape
             padded = (-(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // workers,) + shape[1:]
-            tensor = torch.full(padded if VOCABULARY.search(name) else size, -9.0)
+            tensor = torch.full(padded if VOCABULARY.search(name) else size, -9.0).to(dtypes.get(name))
             self.register_parameter(self._own(name), torch.nn.Parameter(tensor, requires_grad=False))
 
     def load_weights(self, named) -> None:
@@ -52,8 +54,8 @@ class ToyModel(torch.nn.Module):
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether every element is, to the last bit, what the loader would have made of these tensors."""
         parts = {name: tensor[self.cuts[name]] for name, tensor in tensors.items()}
-        return all(torch.equal(self.get_parameter(self._own(name))[:part.shape[0]].view(torch.int32),
-                               part.view(torch.int32)) for name, part in parts.items())
+        return all(torch.equal(self.get_parameter(self._own(name))[:part.shape[0]].view(torch.uint8),
+                               part.contiguous().view(torch.uint8)) for name, part in parts.items())
 
     def _own(self, name: str) -> str:
         return name.replace(".", "/")
@@ -152,7 +154,7 @@ class ToyEngine:
         """Noise in every parameter, so that a sync has to bring all of them."""
         for receiver in self.receivers:
             for parameter in receiver.model.parameters():
-                parameter.data.uniform_(-1, 1)
+                parameter.data.copy_(torch.rand(parameter.shape) * 2 - 1)
 
     def stop(self) -> None:
         self.submit("stop").result(30)

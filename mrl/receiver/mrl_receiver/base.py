@@ -37,8 +37,8 @@ class Base:
                 for part in one.parts:
                     offset = position * bucket.slice_numel + part.offset
                     homes = traced.homes.get(part.name, [])
-                    if part.name in unreadable or any(home.target.dtype != flat.dtype for home in homes):
-                        view = flat[offset:offset + part.numel]
+                    view = part.values(flat, offset)
+                    if part.name in unreadable or any(home.target.dtype != view.dtype for home in homes):
                         self.kept[-1].append((view, torch.empty_like(view)))
                         self.sources[-1][position].append(self.kept[-1][-1])
                     else:

@@ -126,8 +126,7 @@ def write(path: Path, flat: torch.Tensor, label: Label) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     places = [{"key": _key_of(part), "name": part.name, "shape": part.shape, "box": part.box, "offset": part.offset}
               for part in label.parts]
-    tensors = {place["key"]: flat[part.offset:part.offset + part.numel].view([stop - start for start, stop in part.box])
-               for place, part in zip(places, label.parts)}
+    tensors = {place["key"]: part.values(flat) for place, part in zip(places, label.parts)}
     if not label.parts:
         places, tensors = [{"key": WHOLE, "offset": 0}], {WHOLE: flat}
     try:
@@ -144,10 +143,11 @@ def read(path: Path, flat: torch.Tensor) -> None:
     with safe_open(path, framework="pt") as file:  # mapped into memory: each byte is copied once
         for place in json.loads(file.metadata()[PARTS]):
             tensor, offset = file.get_tensor(place["key"]), place["offset"]
-            if tensor.dtype != flat.dtype or offset + tensor.numel() > flat.numel():
+            values = tensor.view(-1) if tensor.dtype == flat.dtype else tensor.view(-1).view(torch.uint8)
+            if values.dtype != flat.dtype or offset + values.numel() > flat.numel():
                 raise ValueError(f"{place['key']}: {tensor.numel()} elements of {tensor.dtype} at {offset} do not fit "
                                  f"into {flat.numel()} of {flat.dtype}")
-            flat[offset:offset + tensor.numel()].copy_(tensor.view(-1))
+            flat[offset:offset + values.numel()].copy_(values)
     finish_stream(flat.device)
 
 

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional, Protocol, Sequence
+from typing import Optional, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
+
+from .wire import Part
 
 SENDER_RANK = 0
 """Of whoever broadcasts."""
@@ -100,11 +102,11 @@ class Label:
     """What a sent buffer holds, for a transport that writes it down under its name.
 
     key: names the buffer among all that this gang sends; the same key to several engines means the same bytes.
-    parts: the plan's parts in the buffer (name, shape, box, offset, numel); none in a message that is no weights.
+    parts: the plan's parts in the buffer; none in a message that is no weights.
     """
 
     key: str
-    parts: Sequence[Any] = ()
+    parts: Sequence[Part] = ()
 
 
 class Transport(Protocol):

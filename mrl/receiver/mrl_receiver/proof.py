@@ -42,7 +42,7 @@ def unfaithful(model: torch.nn.Module, load: Loader, refresh: Callable[[], None]
             if part.name != made:
                 made, values = part.name, noise(part.name, *tensors[part.name], device)
             box = values[tuple(slice(*span) for span in part.box)]
-            slots[position][offset:offset + part.numel].view(part.box_shape).copy_(box)
+            part.values(slots[position], offset).copy_(box)
         routes.apply(position)
     refresh()
     differing = [name for name, found in fingerprints(model) if expected.get(name) != found]

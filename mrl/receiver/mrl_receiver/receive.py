@@ -152,7 +152,7 @@ class Receiver:
         with torch.no_grad():
             for homes in self.prepared.routes.traced.homes.values():
                 for home in homes:
-                    home.target.uniform_(-1, 1, generator=generator)
+                    home.target.copy_(torch.rand(home.target.shape, generator=generator, device=self.device) * 2 - 1)
 
     def fingerprint(self) -> dict[str, int]:
         """Checksums of everything in the model that may hold weights, by dotted name, for tests to compare."""

@@ -187,7 +187,7 @@ def _route(bucket: Bucket, flat: torch.Tensor, traced: Traced, staged: set[str])
     route = Route(bucket)
     for part, offset in bucket.parts:
         if part.name in staged:
-            route.staged.append((part, flat[offset:offset + part.numel].view(part.box_shape)))
+            route.staged.append((part, part.values(flat, offset)))
             continue
         for source, target in placed(part, flat, offset, traced):
             route.sources.append(source)
@@ -200,10 +200,16 @@ def placed(part: Part, flat: torch.Tensor, offset: int, traced: Traced) -> Itera
 
     Of tensors that are not staged alone.
     """
+    values = part.values(flat, offset)
     for home in traced.homes.get(part.name, []):
         for block in intersect(home.lattice, part):
-            yield (flat.as_strided(block.shape, block.strides, flat.storage_offset() + offset + block.start),
-                   home.target[block.index])
+            yield (_bytes(values.as_strided(block.shape, block.strides, values.storage_offset() + block.start)),
+                   _bytes(home.target[block.index]))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What has one byte an element, as integers: not every kernel that copies many tensors at once knows fp8."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def misfits(plan: Plan, worker: int, traced: Traced) -> dict[str, str]:

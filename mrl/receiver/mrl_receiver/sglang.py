@@ -22,9 +22,12 @@ from .receive import Receiver
 from .watch import require_plain, seen_of, watched
 
 LOAD_FORMAT = "mrl"
-PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+PLAIN_METHODS = ("unquant.UnquantizedLinearMethod", "unquant.UnquantizedEmbeddingMethod",
+                 "unquant.UnquantizedFusedMoEMethod", "fp8.Fp8LinearMethod", "fp8.Fp8MoEMethod")
 """Classes of layers' methods whose kernels read the layer's parameters, unless they rearrange them after loading."""
-REMEDY = "for experts, add '--moe-runner-backend=triton' to rollout.args"
+REMEDY = "for experts, add '--moe-runner-backend=triton' to rollout.args, for fp8 '--fp8-gemm-backend=triton'"
+CACHE_SCALES = ("k_scale", "v_scale")
+"""Attributes of attention layers, which have no weights."""
 NO_SEED = 0
 _RECEIVER = "mrl_receiver"
 
@@ -39,7 +42,7 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seed_batch, HookType.AFTER)
     for method in PLAIN_METHODS:
-        HookRegistry.register(f"sglang.srt.layers.quantization.unquant.{method}.process_weights_after_loading",
+        HookRegistry.register(f"sglang.srt.layers.quantization.{method}.process_weights_after_loading",
                               watch_layer, HookType.AROUND)
 
 
@@ -64,7 +67,13 @@ def watch_layer(process: Callable[..., None], method: Any, layer: torch.nn.Modul
 def require_plain_layers(model: torch.nn.Module, refresh: Callable[[], None]) -> None:
     """RuntimeError when a layer may compute from something else than its parameters as the loader wrote them."""
     require_plain({name: seen_of(layer) for name, layer in model.named_modules()
-                   if getattr(layer, "quant_method", None) is not None}, model, refresh, REMEDY)
+                   if getattr(layer, "quant_method", None) is not None and not hasattr(layer, CACHE_SCALES[0])},
+                  model, refresh, REMEDY)
+
+
+def cache_scales(model: torch.nn.Module) -> set[str]:
+    """Parameters of quantised models that scale the key-value cache: no checkpoint of ours has them."""
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in CACHE_SCALES}
 
 
 def seed_batch(info: Any, _cls: type, batch: Any, *_, **__) -> Any:
@@ -86,5 +95,6 @@ def _receiver_of(updater: Any) -> Receiver:
         refresh = getattr(runner.model, "post_load_weights", lambda: None)
         require_plain_layers(runner.model, refresh)
         setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
-                                                 dist.get_world_size(workers), refresh))
+                                                 dist.get_world_size(workers), refresh,
+                                                 cache_scales(runner.model)))
     return getattr(runner, _RECEIVER)

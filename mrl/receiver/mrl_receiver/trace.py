@@ -209,9 +209,12 @@ class _Recorder(TorchDispatchMode):
         numel, source = source.numel(), source.expand(target.shape)  # raises where the copy itself would have
         if numel != target.numel():
             return self._opaque(names, f"repeats elements in {self._name(target)}")
-        if torch.promote_types(source.dtype, target.dtype) != target.dtype:
+        if source.dtype != target.dtype and (
+                1 in (source.dtype.itemsize, target.dtype.itemsize)  # nothing of one byte means anything in another
+                or torch.promote_types(source.dtype, target.dtype) != target.dtype):
             raise TraceError(f"{name} is sent as {source.dtype}, but the engine holds it as {target.dtype} in "
-                             f"{self._name(target)}: precision would be lost; give both the same model.dtype")
+                             f"{self._name(target)}: precision would be lost; give both the same model.dtype and "
+                             "rollout.quantization")
         lattice = (source.storage_offset(), tuple(source.shape), tuple(source.stride()))
         self.traced.homes.setdefault(name, []).append(Home(lattice, target))
 

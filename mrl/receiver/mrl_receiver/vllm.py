@@ -15,14 +15,16 @@ from typing import Any, Iterator
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 
 from .answers import answer, make_receiver
 from .receive import Receiver
-from .watch import require_plain, seen_of, watched
+from .watch import keeping_parameters, require_plain, seen_of, watched
 
-REMEDY = "for experts, add '--moe-backend=triton' to rollout.args"
+REMEDY = "for experts, add '--moe-backend=triton' to rollout.args, for fp8 VLLM_USE_DEEP_GEMM: '0' to rollout.env"
 
 
 def watch_processing() -> None:
@@ -30,12 +32,27 @@ def watch_processing() -> None:
     usual = base_loader.process_weights_after_loading
 
     def process(model: torch.nn.Module, *arguments: Any, **keywords: Any) -> None:
+        for layer in model.modules():
+            if isinstance(method := getattr(layer, "quant_method", None), BaseKVCacheMethod):
+                method.process_weights_after_loading(layer)  # scales of the cache, no weights; not done again
         watched(lambda: usual(model, *arguments, **keywords), model)
 
     base_loader.process_weights_after_loading = process
 
 
+def keep_parameters(method: type) -> None:
+    """Have a quantisation method leave layers the parameters that they were loaded with, where it moves no memory."""
+    usual = method.process_weights_after_loading
+
+    def process(self: Any, layer: torch.nn.Module) -> None:
+        keeping_parameters(lambda: usual(self, layer), layer)
+
+    method.process_weights_after_loading = process
+
+
 watch_processing()
+for quantised in (Fp8LinearMethod, Fp8MoEMethod):
+    keep_parameters(quantised)
 if current_platform.is_cpu():
     from .vllm_cpu import keep_plain_weights
 

@@ -5,10 +5,12 @@ would never be used. Here they compute from the parameters themselves: slower, b
 """
 from __future__ import annotations
 
-from typing import Callable, Optional
+from functools import partial
+from typing import Any, Callable, Optional
 
 import torch
 from torch.nn import functional
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
 from vllm.model_executor.layers import linear, utils
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -24,6 +26,9 @@ def keep_plain_weights() -> None:
     for module in (utils, linear):
         if hasattr(module, "dispatch_cpu_unquantized_gemm"):
             module.dispatch_cpu_unquantized_gemm = _keep_plain_weight
+    scaled_mm_cpu.CPUFp8BlockScaledMMKernel.process_weights_after_loading = _keep_plain_fp8
+    cpu_moe.prepare_fp8_moe_layer_for_cpu = _keep_plain_fp8_experts
+    cpu_moe.fused_experts_cpu = partial(_with_plain_experts, cpu_moe.fused_experts_cpu)
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _keep_plain_experts
     cpu_moe.CPUUnquantizedExperts.apply = _with_local_experts(cpu_moe.CPUUnquantizedExperts.apply)
     cpu_moe.cpu_fused_moe = fused_experts
@@ -31,6 +36,19 @@ def keep_plain_weights() -> None:
 
 def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = functional.linear
+
+
+def _keep_plain_fp8(kernel, layer: torch.nn.Module) -> None:
+    layer._cpu_skip_gemm_dispatch = True  # then the kernel takes the weight for one that is not packed
+
+
+def _keep_plain_fp8_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return w13, w2
+
+
+def _with_plain_experts(fused: Callable[..., None], *arguments: Any) -> None:
+    """Call vLLM's `fused_experts_cpu`, whose last argument says whether experts are packed."""
+    fused(*arguments[:-1], False)
 
 
 def _keep_plain_experts(experts, layer: torch.nn.Module) -> None:

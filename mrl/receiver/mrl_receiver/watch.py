@@ -103,6 +103,17 @@ def watched(process: Callable[[], None], module: nn.Module, recurse: bool = True
     setattr(module, _KEPT, watch.seen)
 
 
+def keeping_parameters(process: Callable[[], None], layer: nn.Module) -> None:
+    """Call `process`, and put a layer's own parameters back where it has only registered others in the same memory:
+    loaders need what the first ones know."""
+    loaded = dict(layer.named_parameters(recurse=False))
+    process()
+    now = dict(layer.named_parameters(recurse=False))
+    for name, parameter in loaded.items():
+        if name in now and now[name] is not parameter and _place(now[name]) == _place(parameter):
+            setattr(layer, name, parameter)
+
+
 def seen_of(module: nn.Module) -> Optional[Seen]:
     """What `watched` kept; None: the module was not watched."""
     return vars(module).get(_KEPT)

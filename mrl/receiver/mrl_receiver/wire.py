@@ -7,8 +7,9 @@ A version is a pair [attempt, step]. The wire form of a plan, which is one engin
     senders    number of trainer ranks that send to this engine; below they are named by their position in that order
     tensors    {HF name: [shape]} of every tensor; below they are named by their position in this order
     groups     lists of tensors
-    contents   what lies in slices, as lists of parts [place, box, offset]; place: of the tensor in the slice's group;
-               box: [[start, stop] a dimension], null for a whole tensor; offset: in elements, from the slice's start
+    contents   what lies in slices, as lists of parts [place, box, offset] or, in buckets of dtype uint8, [place, box,
+               offset, dtype]; place: of the tensor in the slice's group; box: [[start, stop] a dimension], null for a
+               whole tensor; offset: in elements of the bucket's dtype, from the slice's start
     buckets    in the order they are sent: {"index", "dtype", "mode", "worker", "slice_numel", "slices"}, where slices
                are {"sender", "numel", "group", "contents"}, the last two by position
 
@@ -49,12 +50,16 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of an HF tensor of shape `shape`, row-major over the box, `offset` elements into its slice."""
+    """A box of an HF tensor of shape `shape`, row-major over the box, `offset` elements into its slice.
+
+    dtype: None, the bucket's; else the bucket's elements are bytes.
+    """
 
     name: str
     shape: Shape
     box: Box
     offset: int
+    dtype: Optional[str] = None
 
     @property
     def box_shape(self) -> Shape:
@@ -65,9 +70,20 @@ class Part:
         return prod(self.box_shape)
 
     @property
+    def width(self) -> int:
+        """Elements of the bucket that one of the part's takes."""
+        return 1 if self.dtype is None else getattr(torch, self.dtype).itemsize
+
+    @property
     def whole(self) -> bool:
         """Whether the box is the whole tensor."""
         return self.box_shape == self.shape
+
+    def values(self, flat: torch.Tensor, offset: Optional[int] = None) -> torch.Tensor:
+        """The part as a view, in the shape of its box, of what it lies in: a slice, or from `offset` on a bucket."""
+        first = self.offset if offset is None else offset
+        taken = flat[first:first + self.numel * self.width]
+        return (taken if self.dtype is None else taken.view(getattr(torch, self.dtype))).view(self.box_shape)
 
     @property
     def lattice(self) -> Lattice:
@@ -190,12 +206,12 @@ class _Reader:
 
     def bucket(self, entry: Mapping[str, Any], wanted: bool) -> Optional[Bucket]:
         """One bucket; None, and only its tensors' names are read, where it is not `wanted`."""
-        way = ("direct" if entry["mode"] == "direct" else "shared", entry["dtype"])
+        way = "direct" if entry["mode"] == "direct" else "shared"
         for one in entry["slices"]:
-            for place, *_ in self.contents[one["contents"]]:
-                name = self._name(one["group"], place)
-                if self.ways.setdefault(name, way) != way:
-                    raise ValueError(f"{name} goes both as {self.ways[name]} and as {way} in bucket {entry['index']}")
+            for place, _, _, *dtype in self.contents[one["contents"]]:
+                name, kind = self._name(one["group"], place), (way, *(dtype or [entry["dtype"]]))
+                if self.ways.setdefault(name, kind) != kind:
+                    raise ValueError(f"{name} goes both as {self.ways[name]} and as {kind} in bucket {entry['index']}")
         if not wanted:
             return None
         slices = tuple(Slice(one["sender"], one["numel"], tuple(
@@ -205,11 +221,11 @@ class _Reader:
     def _name(self, group: int, place: int) -> str:
         return self.names[self.groups[group][place]]
 
-    def _part(self, group: int, place: int, box: Optional[list], offset: int) -> Part:
+    def _part(self, group: int, place: int, box: Optional[list], offset: int, dtype: Optional[str] = None) -> Part:
         name = self._name(group, place)
         shape = self.shapes[name]
         sides = ((0, size) for size in shape) if box is None else ((start, stop) for start, stop in box)
-        return Part(name, shape, tuple(sides), offset)
+        return Part(name, shape, tuple(sides), offset, dtype)
 
 
 def check(plan: Plan) -> None:
@@ -248,12 +264,17 @@ def _check_bucket(plan: Plan, bucket: Bucket) -> None:
                              f"{bucket.slice_numel} elements and {plan.senders} senders")
         end = 0
         for part in one.parts:
+            known = isinstance(getattr(torch, part.dtype or bucket.dtype, None), torch.dtype)
+            if not known or part.dtype and bucket.dtype != "uint8":
+                raise ValueError(f"{part.name} has dtype {part.dtype!r} in {where} of dtype {bucket.dtype!r}: it must "
+                                 "be one of torch's, in a bucket of uint8")
             fits = len(part.box) == len(part.shape) and all(
                 0 <= start < stop <= size for (start, stop), size in zip(part.box, part.shape))
-            if not fits or part.offset < end or part.offset + part.numel > one.numel:
+            stop = part.offset + part.numel * part.width
+            if not fits or part.offset < end or stop > one.numel or (part.offset | bucket.slice_numel) % part.width:
                 raise ValueError(f"{part.name} of shape {list(part.shape)} does not fit its place in {where}: box "
                                  f"{part.box} at {part.offset}, where {end} … {one.numel} are free")
-            end = part.offset + part.numel
+            end = stop
 
 
 def _check_cover(name: str, shape: Shape, parts: list[Part]) -> None:
