@@ -20,7 +20,7 @@ from mrl.config.schema import Experiment
 from mrl.engine.guard import guard_this_process
 from mrl.engine.process import ProcessTree
 from mrl.receiver.mrl_receiver.disk import discard
-from mrl.trainer.files import saved_steps
+from mrl.trainer.files import saved_steps, tidy_checkpoints
 
 FOLLOW_S = 0.2
 
@@ -61,12 +61,13 @@ def prepare_run_dir(experiment: Experiment, run_dir: Path | None) -> Path:
         raise UserError(f"--run-dir {run_dir} is not empty and holds no run of mrl: name another directory")
     if config.exists() and (problems := resume_problems(load_experiment(config), experiment)):
         raise ConfigError(problems)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with sole_owner(run_dir):  # a run that is going on keeps its own experiment and may be saving a checkpoint
+        dump_experiment(experiment, config)
+        tidy_checkpoints(run_dir)
     if steps := saved_steps(run_dir):
         done = ", all of them: raise loop.steps to train on" if steps[-1] >= experiment.loop.steps else ""
         print(f"resuming from checkpoint step {steps[-1]} of {experiment.loop.steps}{done}", flush=True)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with sole_owner(run_dir):  # a run that is going on keeps its own experiment
-        dump_experiment(experiment, config)
     return run_dir
 
 
@@ -104,6 +105,7 @@ def run_gang(experiment: Experiment, run_dir: Path) -> int:
                 print("two attempts in a row trained no step: giving up", file=sys.stderr, flush=True)
                 break
             if left:
+                tidy_checkpoints(run_dir)
                 steps = saved_steps(run_dir)
                 origin = f"checkpoint step {steps[-1]}" if steps else "step 0, since there is no checkpoint yet"
                 print(f"restarting them from {origin} ({left} restarts left)", flush=True)
