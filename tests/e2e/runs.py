@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.signals import interruptible
+
 PROJECT = Path(__file__).parents[2]
 MRL = Path(sys.executable).parent / "mrl"
 MARK = "MRL_TEST_LOG"
@@ -19,7 +21,7 @@ def start(command: list[str], log: Path) -> subprocess.Popen:
     """Output goes to `log`, whose path also marks, in the environment, every process that the command starts."""
     with open(log, "w", encoding="utf-8") as file:
         return subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                env={**os.environ, MARK: str(log)})
+                                env={**os.environ, MARK: str(log)}, preexec_fn=interruptible)
 
 
 def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
