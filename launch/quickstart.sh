@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a model trained by RL, on a CPU: environments, a small warm-started model, then `mrl train`.
 #   bash launch/quickstart.sh [--engine vllm|sglang] [key=value ...]
-# Overrides go to configs/quickstart_cpu.yaml, e.g. loop.steps=20 seed=3. The engine is vLLM unless --engine says sglang.
+# Overrides go to configs/quickstart_cpu.yaml, e.g. loop.steps=20 seed=3; without --engine the engine is vLLM.
 # MRL_HOME (default: .mrl in the project) holds environments, model and data; they are reused on the next run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,5 +33,6 @@ if [ ! -e "$MRL_HOME/quickstart/model/config.json" ]; then
     "$bin/mrl" sft configs/quickstart_sft.yaml
 fi
 
-exec "$bin/mrl" train configs/quickstart_cpu.yaml "rollout.engine=$engine" "rollout.python=$MRL_HOME/$engine/bin/python" \
+exec "$bin/mrl" train configs/quickstart_cpu.yaml \
+    "rollout.engine=$engine" "rollout.python=$MRL_HOME/$engine/bin/python" \
     ${overrides[@]+"${overrides[@]}"}

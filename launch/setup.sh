@@ -73,7 +73,7 @@ for part in "$@"; do
         sglang)  # imports on a CPU only with the stand-ins that mrl starts it with
             PYTHONPATH=$project/mrl/engine/sglang_cpu install_engine sglang sglang_cpu.txt \
                 "import sglang_cpu_server; sglang_cpu_server.stand_in()" ;;
-        tests) install trainer tests.txt "import pytest, pytest_timeout, psutil" ;;
+        tests) install trainer tests.txt "import pytest, pytest_timeout, xdist, psutil" ;;
         *) echo "launch/setup.sh: unknown part '$part': trainer, vllm, sglang or tests" >&2; exit 2 ;;
     esac
 done

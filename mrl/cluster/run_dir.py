@@ -12,7 +12,7 @@ from mrl.config.errors import ConfigError, UserError
 from mrl.config.load import dump_experiment, load_like
 from mrl.config.resume import resume_problems
 from mrl.config.schema import Experiment, SftExperiment
-from mrl.trainer.files import saved_steps
+from mrl.trainer.files import saved_steps, tidy_checkpoints
 
 
 def prepare_run_dir(experiment: Experiment | SftExperiment, run_dir: Path | None) -> Path:
@@ -31,14 +31,15 @@ def prepare_run_dir(experiment: Experiment | SftExperiment, run_dir: Path | None
         raise UserError(f"--run-dir {run_dir} is not empty and holds no run of mrl: name another directory")
     if config.exists() and (problems := resume_problems(load_like(experiment, config), experiment)):
         raise ConfigError(problems)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with sole_owner(run_dir):  # a run that is going on keeps its own experiment and may be saving a checkpoint
+        dump_experiment(experiment, config)
+        tidy_checkpoints(run_dir)
     key, total = ("steps", experiment.steps) if isinstance(experiment, SftExperiment) else (
         "loop.steps", experiment.loop.steps)
     if steps := saved_steps(run_dir):
         done = f", all of them: raise {key} to train on" if steps[-1] >= total else ""
         print(f"resuming from checkpoint step {steps[-1]} of {total}{done}", flush=True)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with sole_owner(run_dir):  # a run that is going on keeps its own experiment
-        dump_experiment(experiment, config)
     return run_dir
 
 

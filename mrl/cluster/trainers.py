@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mrl.engine.process import ProcessTree
-from mrl.trainer.files import saved_steps
+from mrl.trainer.files import saved_steps, tidy_checkpoints
 
 FOLLOW_S = 0.2
 
@@ -63,6 +63,7 @@ def run_gang(gang: Gang, run_dir: Path) -> int:
                 print("two attempts in a row trained no step: giving up", file=sys.stderr, flush=True)
                 break
             if left:
+                tidy_checkpoints(run_dir)
                 steps = saved_steps(run_dir)
                 origin = f"checkpoint step {steps[-1]}" if steps else "step 0, since there is no checkpoint yet"
                 print(f"restarting them from {origin} ({left} restarts left)", flush=True)

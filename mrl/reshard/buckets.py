@@ -78,11 +78,6 @@ class Slice:
     sender: int
     shards: tuple[tuple[Contribution, ...], ...]
 
-    @property
-    def packed_numel(self) -> int:
-        """Elements of the longest contribution: what the gather pads to."""
-        return max((sum(given.numel for given in shard) for shard in self.shards), default=0)
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

@@ -18,7 +18,6 @@ and the output layer are in the last chunk of the last stage.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +121,6 @@ class Layout:
         at = self.experts.coord(self.rank(coord))
         repetition, ep = divmod(at.dp, self.ep)
         return ExpertCoord(ep=ep, etp=at.tp, dp=repetition)
-
-    def holders(self, stage: int, expert: bool) -> list[Coord]:
-        """The first ranks of a stage, as many as hold one copy of its experts, or of all the rest, between them."""
-        first, count = self.sender(stage), self.ep * self.etp if expert else self.tp
-        return [self.coord(rank) for rank in range(first, first + count)]
-
-    def shards(self) -> Iterator[Coord]:
-        """Positions that hold one copy of the whole model between them, stage by stage."""
-        for stage in range(self.pp):
-            yield from max(self.holders(stage, expert=False), self.holders(stage, expert=True), key=len)
 
     def is_first(self, coord: Coord) -> bool:
         """True on the stage that holds the embedding."""

@@ -160,20 +160,6 @@ class SyncPlan:
     def _shards(self, load: Load, rank: int | None) -> tuple[tuple[Contribution, ...], ...]:
         return shards_of(load, self.schedule.groups[load.group], self.options.te, rank)
 
-    @cached_property
-    def gather_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of several ranks that gather something, each once: `Slice.ranks`, in the order all ranks share."""
-        schedule = self.schedule
-        found = set()
-        for track in schedule.tracks:
-            for step in track.steps:
-                if step.worker is None:
-                    for lane in range(schedule.lanes):
-                        found.update((load.group, ranks)
-                                     for load, (ranks, _) in zip(step.loads, schedule.origins(step, lane))
-                                     if load.numel and len(ranks) > 1)
-        return tuple(ranks for _, ranks in sorted(found))
-
     def senders(self, engine: int) -> tuple[int, ...]:
         """The trainer ranks that send to an engine, ascending."""
         return self.schedule.senders(engine % self.schedule.lanes)

@@ -6,7 +6,8 @@ A directory holds
     experts_ep{e}_etp{t}_pp{p}.safetensors  the experts of a mixture, written by the first rank that holds them
     state_rank{r}.pt                        this rank's shard of moments and fp32 masters, and its random state
     reference/                              the two kinds of weights again, where the reference has moved
-It appears whole or not at all. All ranks must see the same file system.
+It appears whole or not at all; `tidy_checkpoints` removes what a killed save leaves. All ranks must see the same file
+system.
 """
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from safetensors.torch import load_file, save_file
 
 from mrl.reshard import is_expert
 from mrl.trainer.export import export_checkpoint
-from mrl.trainer.files import META, REFERENCE, experts_file, read_meta, state_file, weights_file
+from mrl.trainer.files import (
+    META, PARTIAL, REFERENCE, REPLACED, experts_file, read_meta, state_file, weights_file,
+)
 
 if TYPE_CHECKING:
     from mrl.trainer.trainer import Trainer
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 def save(trainer: Trainer, directory: Path, extra: Mapping[str, bytes]) -> None:
     """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
-    partial = directory.with_name(directory.name + ".tmp")
+    partial = directory.with_name(directory.name + PARTIAL)
     _write_weights(trainer, partial)
     if reference := trainer.moved_reference():
         _write_shards(trainer, reference, partial / REFERENCE)
@@ -127,7 +130,7 @@ def _meta(trainer: Trainer) -> dict[str, Any]:
 
 
 def _replace(partial: Path, directory: Path) -> None:
-    old = directory.with_name(directory.name + ".old")
+    old = directory.with_name(directory.name + REPLACED)
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from mrl.reshard import Coord, Layout
 META = "meta.json"
 REFERENCE = "reference"
 """Name of the folder with the reference's weights in a checkpoint."""
+PARTIAL, REPLACED = ".tmp", ".old"
+"""Behind the name of a checkpoint: the one that is being written, and the one whose place it is about to take."""
 
 
 def model_directory(path: str) -> Path:
@@ -32,6 +35,21 @@ def saved_steps(run_dir: Path) -> list[int]:
     """The steps of a run's complete checkpoints, oldest first."""
     found = (re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step_*"))
     return sorted(int(match[1]) for match in found if match)
+
+
+def tidy_checkpoints(run_dir: Path) -> None:
+    """Undo what a save did that was killed half way: drop what it had written, and put back what it would replace.
+
+    Nothing may be saving into the run meanwhile.
+    """
+    for replaced in (run_dir / "checkpoints").glob(f"step_*{REPLACED}"):
+        directory = replaced.with_suffix("")
+        if directory.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(directory)
+    for partial in (run_dir / "checkpoints").glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(partial)
 
 
 def weights_file(coord: Coord) -> str:

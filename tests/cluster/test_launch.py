@@ -29,6 +29,26 @@ def test_a_run_is_resumed_with_more_steps_but_not_as_another_experiment(tmp_path
     assert (run_dir / "config.yaml").read_text() == before
 
 
+def interrupted_save(run_dir, step: int) -> None:
+    """What is left of a save over checkpoint `step` that was killed between its two renames."""
+    for name, content in ((f"step_{step:06d}.old", "whole"), (f"step_{step:06d}.tmp", "new")):
+        folder = run_dir / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "meta.json").write_text(content)
+
+
+def checkpoints(run_dir) -> dict[str, str]:
+    return {path.name: (path / "meta.json").read_text() for path in (run_dir / "checkpoints").iterdir()}
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_resumed_from(tmp_path, capsys):
+    run_dir = launch.prepare_run_dir(experiment(), tmp_path / "run")
+    interrupted_save(run_dir, 2)
+    launch.prepare_run_dir(experiment(loop={"steps": 5}), run_dir)
+    assert "resuming from checkpoint step 2 of 5" in capsys.readouterr().out
+    assert checkpoints(run_dir) == {"step_000002": "whole"}
+
+
 def test_two_runs_of_one_second_do_not_share_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dirs.time, "strftime", lambda form: "20260101-000000")
     exp = experiment(log={"dir": str(tmp_path)})
@@ -61,10 +81,11 @@ def test_a_directory_with_other_things_is_refused(tmp_path):
 @pytest.fixture
 def attempts(monkeypatch, tmp_path):
     """Runs `run_gang` with attempts that fail or succeed and train some steps, as listed; returns (code, attempts)."""
-    def run(outcomes: list[tuple[int, int]], max_restarts: int = 3) -> tuple[int, list[int]]:
+    def run(outcomes: list[tuple[int, int]], max_restarts: int = 3, at_start=lambda: None) -> tuple[int, list[int]]:
         made = []
 
         def attempt(exp, run_dir, number, lines):
+            at_start()
             code, steps = outcomes[len(made)]
             made.append(number)
             with open(run_dir / "metrics.jsonl", "a") as file:
@@ -79,6 +100,13 @@ def attempts(monkeypatch, tmp_path):
 def test_the_gang_is_restarted_as_often_as_allowed(attempts):
     assert attempts([(1, 2), (1, 2), (0, 2)]) == (0, [0, 1, 2])
     assert attempts([(1, 2), (9, 2)], max_restarts=1) == (9, [3, 4])
+
+
+def test_a_gang_that_died_while_saving_is_restarted_from_what_it_would_have_replaced(attempts, tmp_path, capsys):
+    saves = iter([lambda: interrupted_save(tmp_path, 4), lambda: None])
+    assert attempts([(1, 2), (0, 2)], at_start=lambda: next(saves)()) == (0, [0, 1])
+    assert "restarting them from checkpoint step 4" in capsys.readouterr().out
+    assert checkpoints(tmp_path) == {"step_000004": "whole"}
 
 
 def test_two_attempts_without_a_step_end_it(attempts, capsys):

@@ -4,6 +4,9 @@ import signal
 from pathlib import Path
 
 
+SERVERS = (b"vllm.entrypoints", b"sglang_cpu_server.py")
+
+
 def exact_and_deadly(prompt, response, answer, **row):
     armed = Path(os.environ["MRL_TEST_ARMED"])
     try:
@@ -16,7 +19,8 @@ def exact_and_deadly(prompt, response, answer, **row):
             command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"api_server" in command and b"guard.py" not in command and f"MRL_RUN_ID={run_id}".encode() in environment:
+        server = any(name in command for name in SERVERS) and b"guard.py" not in command
+        if server and f"MRL_RUN_ID={run_id}".encode() in environment:
             os.kill(int(folder.name), signal.SIGKILL)
             armed.with_suffix(".done").touch()
     return float(response.strip() == answer)

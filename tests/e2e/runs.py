@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,16 +11,23 @@ from pathlib import Path
 
 import psutil
 
+from tests.signals import interruptible
+
 PROJECT = Path(__file__).parents[2]
 MRL = Path(sys.executable).parent / "mrl"
 MARK = "MRL_TEST_LOG"
+
+
+def with_engine(home: Path, engine: str) -> list[str]:
+    """Overrides for an experiment with this engine, from its environment in `home`."""
+    return [f"rollout.engine={engine}", f"rollout.python={home}/{engine}/bin/python"]
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen:
     """Output goes to `log`, whose path also marks, in the environment, every process that the command starts."""
     with open(log, "w", encoding="utf-8") as file:
         return subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                env={**os.environ, MARK: str(log)})
+                                env={**os.environ, MARK: str(log)}, preexec_fn=interruptible)
 
 
 def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
@@ -33,7 +41,7 @@ def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
     assert code == 0, f"exit code {code}\n{log.read_text()[-4000:]}"
 
 
-def wait_for(text: str, path: Path, process: subprocess.Popen, log: Path, timeout_s: float = 240) -> None:
+def wait_for(text: str, path: Path, process: subprocess.Popen, log: Path, timeout_s: float = 600) -> None:
     """Until `text` stands in the file `path`; fails when the run ends first."""
     deadline = time.monotonic() + timeout_s
     while not (path.exists() and text in path.read_text()):
@@ -70,10 +78,14 @@ def processes_of(log: Path) -> list[str]:
     return found
 
 
-def assert_alive(log: Path, *names: str) -> None:
-    """Each of `names` is part of some process's command line: what `assert_nothing_left` would see if it stayed."""
-    alive = processes_of(log)
-    assert all(any(name in command for command in alive) for name in names), alive
+def wait_alive(process: subprocess.Popen, log: Path, *names: str, timeout_s: float = 600) -> None:
+    """Until for each pattern in `names` there is a process, by its command line, that `assert_nothing_left` would see."""
+    deadline, alive = time.monotonic() + timeout_s, processes_of(log)
+    while not all(any(re.search(name, command) for command in alive) for name in names):
+        assert process.poll() is None, f"the run ended before all of {names} were there\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"not all of {names} came within {timeout_s} s: {alive}"
+        time.sleep(0.2)
+        alive = processes_of(log)
 
 
 def assert_nothing_left(log: Path) -> None:

@@ -1,4 +1,5 @@
-"""Both loop modes, with ONE engine: it dies in the middle of a rollout, then a trainer rank dies; the run completes."""
+"""Both loop modes, each with ONE engine of another kind: it dies in the middle of a rollout, then a trainer rank dies;
+the run completes."""
 from __future__ import annotations
 
 import json
@@ -11,10 +12,12 @@ import psutil
 import pytest
 
 from tests.e2e.runs import (
-    MRL, PROJECT, assert_alive, assert_nothing_left, evaluated, finish, rows, start, trajectories, wait_for)
+    MRL, PROJECT, assert_nothing_left, evaluated, finish, rows, start, trajectories, wait_alive, wait_for, with_engine,
+)
 
 pytestmark = pytest.mark.slow
 STEPS = 9
+ENGINES = {"one_step_overlap": "sglang", "colocated_sync": "vllm"}  # test_quickstart, test_sglang: the other way round
 MODES = {
     "one_step_overlap": [],  # two ranks: one is killed, the other must not linger
     "colocated_sync": ["cluster.gpus=1", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null",
@@ -24,13 +27,14 @@ MODES = {
 
 
 @pytest.fixture(scope="module", params=MODES)
-def survivor(request, warm_start, tmp_path_factory) -> SimpleNamespace:
+def survivor(request, warm_start, home, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp(request.param)
     run_dir, log, armed = folder / "run", folder / "console.log", folder / "armed"
     os.environ["MRL_TEST_ARMED"] = str(armed)
     process = start([
         str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(run_dir), f"loop.mode={request.param}",
-        *MODES[request.param], f"loop.steps={STEPS}", "checkpoint.every=3", "checkpoint.keep=5", "eval.every=9",
+        *MODES[request.param], *with_engine(home, ENGINES[request.param]), f"loop.steps={STEPS}", "checkpoint.every=3",
+        "checkpoint.keep=5", "eval.every=9",
         "eval.datasets.heldout.sampling.temperature=0", "eval.datasets.heldout.max_prompts=50",
         "log.trajectories_per_step=1000", "reward.kind=custom",
         f"reward.function={PROJECT}/tests/e2e/rewards.py:exact_and_deadly"], log)
@@ -73,6 +77,11 @@ def test_weights_are_never_older_than_promised(survivor):
         assert newest <= row["rollout/version_lag"] <= oldest
     if survivor.overlap:
         assert min(row["rollout/version_lag"] for row in steps[1:]) < 1, "no group came from the engine's new weights"
+
+
+def test_trainer_and_engine_agree_on_the_batches_they_share_weights_for(survivor):
+    shared = [row for row in rows(survivor.run_dir, "train") if row["rollout/version_lag"] == 0]
+    assert shared and all(0 < row["rollout/logprob_diff"] < 1e-4 for row in shared)
 
 
 def test_nothing_is_lost_or_doubled(survivor):
@@ -121,22 +130,37 @@ def test_nothing_is_left_running(survivor):
     assert_nothing_left(survivor.log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_leaves_no_process(warm_start, tmp_path, number):
-    run_dir, log = tmp_path / "run", tmp_path / "console.log"
-    process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(run_dir),
-                     "trainer.parallel.tp=1", "cluster.trainer_gpus=1"], log)
-    # SIGKILL is for a run in full swing; the others must also work while the engine is still starting.
-    if number == signal.SIGKILL:
-        wait_for("step 1/", run_dir / "progress.log", process, log)
-        assert_alive(log, "api_server", "guard.py", "VLLM::", "raylet", "ray::RolloutWorker", "mrl.cluster.rank")
-    else:
-        wait_for("vllm", run_dir / "logs" / "engine_0.log", process, log)
-        assert_alive(log, "api_server", "guard.py", "raylet")
+ONE_RANK = ["trainer.parallel.tp=1", "cluster.trainer_gpus=1"]
+SERVERS = {"vllm": r"^\S+ -m vllm", "sglang": r"^\S+ \S+sglang_cpu_server"}  # not their guards, which name them later
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+
+
+def stop(process, log, number: signal.Signals) -> None:
+    """Nothing of the run outlives it."""
     process.send_signal(number)
-    process.wait(60)
-    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+    assert process.wait(60) == EXIT_CODES[number]
     assert_nothing_left(log)
+
+
+def test_runs_stopped_while_their_engines_start_leave_no_process(warm_start, home, tmp_path):
+    """One with each engine, both at once."""
+    runs = []
+    for engine, number in (("vllm", signal.SIGINT), ("sglang", signal.SIGTERM)):
+        log = tmp_path / f"{engine}.log"
+        process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(tmp_path / engine),
+                         *with_engine(home, engine), *ONE_RANK], log)
+        runs.append((process, log, number, engine))
+    for process, log, number, engine in runs:
+        wait_alive(process, log, "guard.py", SERVERS[engine], "raylet")
+        stop(process, log, number)
+
+
+def test_a_run_killed_in_full_swing_leaves_no_process(warm_start, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "console.log"
+    process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", "--run-dir", str(run_dir), *ONE_RANK], log)
+    wait_for("step 1/", run_dir / "progress.log", process, log)
+    wait_alive(process, log, "guard.py", "api_server", "VLLM::", "raylet", "ray::RolloutWorker", "mrl.cluster.rank")
+    stop(process, log, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +169,7 @@ def notes() -> dict:
 
 
 def test_the_same_seed_gives_the_same_prompts_and_greedy_answers(survivor, notes):
-    """Compares the two modes' runs, which share seed and starting weights."""
+    """Compares the runs of the two modes, and so of the two engines, which share seed and starting weights."""
     first = [(row["group"], row["prompt"], row["version"]) for row in trajectories(survivor.run_dir, "step_000000")]
     greedy = [(row["prompt"], row["response"]) for row in evaluated(survivor.run_dir, 0)]
     order = [row["prompt"] for row in trajectories(survivor.run_dir, f"step_{STEPS - 1:06d}")]

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,24 +12,27 @@ from tests.e2e.runs import MRL, assert_nothing_left, start
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def taken_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+@pytest.fixture(scope="module")
+def failed(warm_start, tmp_path_factory) -> dict[str, SimpleNamespace]:
+    """Runs with one error each, by its name, all at once: exit code, console and the port that was taken."""
+    folder = tmp_path_factory.mktemp("errors")
+    with ExitStack() as stack:
+        port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        errors = {"prompt": "data.max_prompt_tokens=3", "port": f"rollout.port={port}"}
+        runs = {name: start([str(MRL), "train", "configs/quickstart_cpu.yaml", f"log.dir={folder}", override],
+                            folder / f"{name}.log") for name, override in errors.items()}
+        for process in runs.values():
+            stack.callback(process.kill)
+        codes = {name: process.wait(180) for name, process in runs.items()}
+    return {name: SimpleNamespace(code=code, log=folder / f"{name}.log", port=str(port),
+                                  console=(folder / f"{name}.log").read_text()) for name, code in codes.items()}
 
 
-def fails(log, overrides: list[str], *words: str) -> None:
-    process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", f"log.dir={log.parent}", *overrides], log)
-    code = process.wait(180)
-    console = log.read_text()
-    assert code == 2 and "Traceback" not in console, console[-3000:]
-    assert all(word in console for word in words), console[-3000:]
-    assert_nothing_left(log)
-
-
-def test_a_prompt_longer_than_allowed(warm_start, tmp_path):
-    fails(tmp_path / "console.log", ["data.max_prompt_tokens=3"], "row 0", "data.max_prompt_tokens is 3")
-
-
-def test_a_port_that_is_taken(warm_start, tmp_path, taken_port):
-    fails(tmp_path / "console.log", [f"rollout.port={taken_port}"], "rollout.port", str(taken_port))
+@pytest.mark.parametrize("name, words", [
+    ("prompt", ["row 0", "data.max_prompt_tokens is 3"]), ("port", ["rollout.port", "{port}"]),
+])
+def test_errors_of_the_user_are_named(failed, name, words):
+    run = failed[name]
+    assert run.code == 2 and "Traceback" not in run.console, run.console[-3000:]
+    assert all(word.format(port=run.port) in run.console for word in words), run.console[-3000:]
+    assert_nothing_left(run.log)

@@ -115,6 +115,12 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
+async def settle():
+    """Let every task run on until it waits for something that a test decides: servers here need no time."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 async def sampling(engine, server):
     """A request that has reached the server."""
     count = len(server.waiting)

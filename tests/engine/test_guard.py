@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+from tests.signals import interruptible
+
 # Leaves behind a process that no signal but SIGKILL ends and that has lost its parent, as engines and Ray do.
 PROGRAM = """
 import os, signal, subprocess, sys, time
@@ -40,7 +42,7 @@ def marked(mark: str) -> list[psutil.Process]:
 def program(tmp_path):
     def start(how: str) -> subprocess.Popen:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, how], stdout=subprocess.PIPE, text=True,
-                                   env={**os.environ, "GUARD_TEST": str(tmp_path)})
+                                   env={**os.environ, "GUARD_TEST": str(tmp_path)}, preexec_fn=interruptible)
         assert process.stdout.readline() == "ready\n"
         return process
     yield start

@@ -8,7 +8,7 @@ import pytest
 from mrl.engine import server as module
 from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, SyncError, Version
 from mrl.engine.server import EngineServer
-from tests.engine.gates import FakeServer, REQUEST, push, sampling, until, with_engine
+from tests.engine.gates import FakeServer, REQUEST, push, sampling, settle, until, with_engine
 from tests.rollout.experiments import experiment
 
 
@@ -54,11 +54,11 @@ def test_requests_that_queue_for_a_slot_do_not_slip_through_a_closed_gate():
         await push(engine, 1)
         first = await sampling(engine, server)
         second = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0.02)
+        await settle()
         assert len(server.waiting) == 1, "rollout.max_concurrent_requests was exceeded"
         server.answers["mrl_receive"] = [{"error": "torn"}]
         sync = asyncio.create_task(push(engine, 2))
-        await asyncio.sleep(0.02)
+        await settle()
         server.answer()
         await first
         with pytest.raises(EngineClosed):
@@ -136,7 +136,7 @@ def test_abort_reaches_the_requests_that_wait_for_a_slot_and_no_later_ones():
         await push(engine, 7)
         first = await sampling(engine, server)
         waiting = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        await settle()
         assert await engine.abort(attempt=0) == 4
         later = asyncio.create_task(engine.generate(REQUEST))
         for task in [first, *waiting]:

@@ -4,7 +4,7 @@ import asyncio
 import pytest
 
 from mrl.engine.api import EngineClosed, EngineLost, SyncError, Version
-from tests.engine.gates import FakeServer, PLAN, REQUEST, push, sampling, sent, sync_request, until, with_engine
+from tests.engine.gates import FakeServer, PLAN, REQUEST, push, sampling, sent, settle, sync_request, until, with_engine
 
 
 def test_a_sync_waits_for_requests_in_flight_and_lets_no_new_one_in():
@@ -12,7 +12,7 @@ def test_a_sync_waits_for_requests_in_flight_and_lets_no_new_one_in():
         await push(engine, 1)
         task = await sampling(engine, server)
         sync = asyncio.create_task(push(engine, 2))
-        await asyncio.sleep(0.05)
+        await settle()
         with pytest.raises(EngineClosed, match="receiving version 0:2"):
             await engine.generate(REQUEST)
         assert not sync.done() and server.calls.count("mrl_receive") == 1
@@ -120,7 +120,7 @@ def test_a_plan_is_traced_while_requests_run_and_shards_are_proven_when_they_are
         server.answers["mrl_prepare"] = [FakeServer.ok(not_sharded={}, proven=False)]
         server.answers["mrl_prove"] = [FakeServer.ok(not_sharded={"norm": "it would differ"})]
         proof = asyncio.create_task(engine.prepare(sync_request(2)))
-        await asyncio.sleep(0.05)
+        await settle()
         assert "mrl_prove" not in server.calls
         server.answer()
         assert (await task).version == Version(0, 1)

@@ -65,16 +65,6 @@ def save_random(config: PretrainedConfig, path: Path, spread: float, device: str
     return path
 
 
-def make_batch(vocab: int, lengths=LENGTHS) -> list[dict[str, torch.Tensor]]:
-    """Samples with the fields that tests.trainer.tiny.loss_fn uses; the weights sum to 1."""
-    generator = torch.Generator().manual_seed(3)
-    batch = [{"tokens": torch.randint(0, vocab, (length,), generator=generator),
-              "weights": torch.rand(length, generator=generator),
-              "advantages": torch.randn(length, generator=generator)} for length in lengths]
-    total = sum(float(sample["weights"].sum()) for sample in batch)
-    return [{**sample, "weights": sample["weights"] / total} for sample in batch]
-
-
 def truth(path: Path, batch, dtype: torch.dtype, device: str, gradients: bool = False) -> dict:
     """log-probs of every sample by itself, in fp32 after the logits; with `gradients`, those of loss_fn by HF name."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from mrl.platform import get_platform
-from tests.gpu.models import SMALL, make_batch
+from tests.gpu.models import SMALL
 from tests.trainer.gang import experiment, parse_parallel, whole_gradients
-from tests.trainer.tiny import families, loss_fn
+from tests.trainer.tiny import families, loss_fn, make_batch
 
 ERROR_RATIO = 2.0
 GRADIENT_TOLERANCE = 0.1

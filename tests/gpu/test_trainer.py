@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.models import SMALL, make_batch, qwen3_0_6b, save_random, truth
+from tests.gpu.models import LENGTHS, SMALL, qwen3_0_6b, save_random, truth
 from tests.torchrun import torchrun
 from tests.trainer.gang import parse_parallel
-from tests.trainer.tiny import families
+from tests.trainer.tiny import families, make_batch
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).with_name("run_trainer.py")
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("run_trainer.py")
 def prepare(folder: Path, family: str, config, spread: float, gradients: bool, device: str) -> None:
     """A model directory and FAMILY.pt: the batch, the fp32 truth, and the log-probs of transformers in bfloat16."""
     path = save_random(config, folder / family, spread, device)
-    batch = make_batch(config.vocab_size)
+    batch = make_batch(config.vocab_size, LENGTHS)
     exact = truth(path, batch, torch.float32, device, gradients)
     rough = truth(path, batch, torch.bfloat16, device)
     torch.save({"batch": batch, **exact, "bfloat16": rough["log_probs"]}, folder / f"{family}.pt")

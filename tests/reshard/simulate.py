@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 from math import lcm
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -148,10 +149,18 @@ def empty_params(plans: list[ParamPlan], dtype: torch.dtype) -> dict[str, torch.
     }
 
 
+def one_copy(layout: Layout) -> Iterator[Coord]:
+    """Positions that hold one copy of the whole model between them: of each stage the first ranks that hold a copy of
+    its experts, or of all the rest, whichever takes more."""
+    for stage in range(layout.pp):
+        first = layout.sender(stage)
+        yield from map(layout.coord, range(first, first + max(layout.tp, layout.ep * layout.etp)))
+
+
 def load_all(directory: Path, spec: ModelSpec, layout: Layout, te: bool, dtype: torch.dtype) -> Shards:
     """What every rank of one replica holds after loading. Unwritten elements would be NaN."""
     shards: Shards = {}
-    for coord in layout.shards():
+    for coord in one_copy(layout):
         plans = local_params(spec, layout, coord, te)
         shards[coord] = empty_params(plans, dtype)
         load_hf(directory, shards[coord], plans, spec)
@@ -217,7 +226,7 @@ class Sync:
         assert brief == SliceOutline(flat.nbytes, flat.nbytes, one.ranks, one.sender) and one.sender in one.ranks
         if len(brief.ranks) == 1:
             return [flat, direct_views(one, self.params[brief.sender], flat)]
-        packed = [torch.empty(one.packed_numel, dtype=dtype) for _ in brief.ranks]
+        packed = [torch.empty(sum(given.numel for given in shard), dtype=dtype) for shard in one.shards]
         packing = [pack_views(self.senders[rank][index].slices[at].shards[m], self.params[rank], packed[m])
                    for m, rank in enumerate(brief.ranks)]
         assembling = assemble_views(one, packed, flat)

@@ -83,17 +83,6 @@ def test_places_among_experts(layout, places):
     ]
 
 
-@pytest.mark.parametrize("layout, shards, dense, experts", [
-    (Layout(tp=2, pp=2, dp=4, ep=2, etp=2), [0, 1, 2, 3, 8, 9, 10, 11], [8, 9], [8, 9, 10, 11]),
-    (Layout(tp=4, pp=2, ep=2), [0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7], [4, 5]),
-    (Layout(tp=2, pp=2, dp=2), [0, 1, 4, 5], [4, 5], [4]),
-], ids=str)
-def test_the_first_ranks_of_a_stage_hold_all_of_it(layout, shards, dense, experts):
-    assert [layout.rank(coord) for coord in layout.shards()] == shards
-    assert [layout.rank(coord) for coord in layout.holders(1, expert=False)] == dense
-    assert [layout.rank(coord) for coord in layout.holders(1, expert=True)] == experts
-
-
 def test_experts_need_a_whole_number_of_ranks():
     with pytest.raises(ValueError, match=r"tp 2 \* dp 3 = 6 ranks a stage are not a multiple of ep 2 \* etp 2"):
         Layout(tp=2, dp=3, ep=2, etp=2)

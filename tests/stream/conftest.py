@@ -40,8 +40,12 @@ class Bench:
     def log_prob_error(self, tensors: dict, temperature: float = 1.0) -> float:
         """Largest difference between the engine's log-probs of what it samples and transformers'."""
         sampled = self.call("generate", GenerateRequest(PROMPT, seed=3, max_tokens=20, temperature=temperature))
-        expected = reference_log_probs(self.model, tensors, PROMPT, sampled.token_ids, temperature)
-        return max(abs(a - b) for a, b in zip(sampled.log_probs, expected.tolist(), strict=True))
+        return self.error_of(sampled.token_ids, sampled.log_probs, tensors, temperature)
+
+    def error_of(self, token_ids: list[int], log_probs: list[float], tensors: dict, temperature: float = 1.0) -> float:
+        """Largest difference between these log-probs of an answer to PROMPT and transformers'."""
+        expected = reference_log_probs(self.model, tensors, PROMPT, token_ids, temperature)
+        return max(abs(a - b) for a, b in zip(log_probs, expected.tolist(), strict=True))
 
 
 @pytest.fixture(scope="session")

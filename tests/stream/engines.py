@@ -1,6 +1,7 @@
 """Real engines for tests: EngineServer actors in a Ray of their own, with a way past the gate."""
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, Iterator
@@ -11,10 +12,12 @@ from mrl.config.schema import Experiment
 from mrl.engine.guard import descendants
 from mrl.engine.server import EngineServer
 from mrl.stream.report import PushReport
+from tests.stream.tiny import weights
 from tests.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMESPACE = "mrl-tests"
+TOLERANCE = 1e-4  # of log-probs
 STRATEGIES = ["broadcast", "multi_sender", "sharded"]
 RUN_ID = "run-under-test"
 
@@ -57,12 +60,22 @@ def make_engine(experiment: Experiment, run_dir: Path, name: str, **keywords: An
     return actor.options(name=name).remote(experiment, 0, RUN_ID, run_dir, **keywords)
 
 
-def push_from_gang(bench, tmp_path: Path, tp: int, pp: int, dp: int, pushes: int = 2) -> list[PushReport]:
-    """The reports of `pushes` pushes by each strategy, from a gang of processes to the engine on the bench."""
+def push_from_gang(bench, tmp_path: Path, ranks: int, layouts: list[tuple[int, int]]) -> list[list[PushReport]]:
+    """The reports of two pushes by each strategy, by (tp, pp), from a gang of processes to the engine on the bench.
+
+    After each layout's last push the engine's log-probs are those of the weights.
+    """
     config = tmp_path / "experiment.json"
     config.write_text(bench.experiment.model_dump_json())
     first = bench.next_step()
-    bench.step = first + len(STRATEGIES) * pushes - 1
-    output = torchrun(ROOT / "tests/stream/push_ranks.py", tp * pp * dp, config, bench.ray_address, bench.name, str(tp),
-                      str(pp), str(first), str(pushes), *STRATEGIES)
-    return [PushReport.from_json(line.split("REPORT ", 1)[1]) for line in output.splitlines() if "REPORT " in line]
+    output = torchrun(ROOT / "tests/stream/push_ranks.py", ranks, config, bench.ray_address, bench.name, str(first),
+                      *(f"{tp},{pp}" for tp, pp in layouts))
+    reports = [PushReport.from_json(line.split("REPORT ", 1)[1]) for line in output.splitlines() if "REPORT " in line]
+    answers = [json.loads(line.split("SAMPLED ", 1)[1]) for line in output.splitlines() if "SAMPLED " in line]
+    assert len(answers) == len(layouts)
+    pushes = 2 * len(STRATEGIES)
+    bench.step = first + pushes * len(layouts) - 1
+    for last, (token_ids, log_probs) in zip(range(first + pushes - 1, bench.step + 1, pushes), answers, strict=True):
+        error = bench.error_of(token_ids, log_probs, weights(bench.model, last))
+        assert error < TOLERANCE, f"version {last}: {error}"
+    return [reports[at:at + pushes] for at in range(0, len(reports), pushes)]

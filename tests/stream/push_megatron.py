@@ -1,7 +1,7 @@
-"""Run by torchrun: a real Megatron gang pushes to an engine, and both say what they think of its tokens.
+"""Run by torchrun: real Megatron gangs push to an engine, and both say what they think of its tokens.
 
-Arguments: experiment.json, Ray address, name of the engine's actor, first step. Prints DIFFERENCE and the largest one
-of the log-probs, per push.
+Arguments: Ray address, name of the engine's actor, first step, then the experiment.json of each gang. Prints DIFFERENCE
+and the largest one of the log-probs, per push.
 """
 import sys
 from pathlib import Path
@@ -19,8 +19,7 @@ from tests.trainer.gang import gang
 PUSHES = 3
 
 
-def main(config: str, address: str, name: str, first: int) -> None:
-    experiment = Experiment.model_validate_json(Path(config).read_text())
+def main(address: str, name: str, first: int, configs: list[str]) -> None:
     with gang() as platform:
         from mrl.stream.sync import WeightSync
         from mrl.trainer.trainer import Trainer
@@ -29,14 +28,17 @@ def main(config: str, address: str, name: str, first: int) -> None:
         if dist.get_rank() == 0:
             ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
             engines = [ray.get_actor(name)]
-        trainer = Trainer(experiment, platform, total_steps=PUSHES)
-        sync = WeightSync(experiment, trainer, engines, RUN_ID)
-        for step in range(first, first + PUSHES):
-            report = sync.push(Version(0, step))
-            assert report.ok, report.errors
-            compare(trainer, engines, step)
-            train(trainer)
-        dist.barrier()
+        for number, config in enumerate(configs):
+            experiment = Experiment.model_validate_json(Path(config).read_text())
+            trainer = Trainer(experiment, platform, total_steps=PUSHES)
+            sync = WeightSync(experiment, trainer, engines, RUN_ID)
+            for step in range(first + number * PUSHES, first + (number + 1) * PUSHES):
+                report = sync.push(Version(0, step))
+                assert report.ok, report.errors
+                compare(trainer, engines, step)
+                train(trainer)
+            sync.close()
+            dist.barrier()
 
 
 def compare(trainer, engines, step: int) -> None:
@@ -59,4 +61,4 @@ def train(trainer) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]))
+    main(*sys.argv[1:3], int(sys.argv[3]), sys.argv[4:])

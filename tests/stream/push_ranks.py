@@ -1,8 +1,9 @@
-"""Run by torchrun: the ranks of a gang push to an engine, by one strategy after another.
+"""Run by torchrun: the ranks of a gang push to an engine, laid out in one way after another, by every strategy.
 
-Arguments: experiment.json, Ray address, name of the engine's actor, tp, pp, first version, pushes by each strategy,
-strategies. Prints one line a push: the report as JSON (rank 0).
+Arguments: experiment.json, Ray address, name of the engine's actor, first version, then TP,PP for each layout. Prints
+(rank 0) REPORT and the report as JSON for every push, and SAMPLED and [token ids, log-probs] after each layout's last.
 """
+import json
 import sys
 from pathlib import Path
 
@@ -10,30 +11,37 @@ import ray
 import torch.distributed as dist
 
 from mrl.config.schema import Experiment
-from mrl.engine.api import Version
+from mrl.engine.api import GenerateRequest, Version
 from mrl.reshard.layout import Layout
 from mrl.stream.sync import WeightSync
-from tests.stream.engines import NAMESPACE, RUN_ID
-from tests.stream.tiny import FakeTrainer, weights
+from tests.stream.engines import NAMESPACE, RUN_ID, STRATEGIES
+from tests.stream.tiny import PROMPT, FakeTrainer, weights
+
+PUSHES = 2
+REQUEST = GenerateRequest(PROMPT, seed=3, max_tokens=20, temperature=1.0)
 
 
-def main(config: str, address: str, name: str, tp: int, pp: int, first: int, pushes: int, strategies: list[str]
-         ) -> None:
+def main(config: str, address: str, name: str, first: int, layouts: list[str]) -> None:
     experiment = Experiment.model_validate_json(Path(config).read_text())
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     engines = None
-    if rank == 0:
+    if dist.get_rank() == 0:
         ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
         engines = [ray.get_actor(name)]
-    layout = Layout(tp=tp, pp=pp, dp=dist.get_world_size() // (tp * pp))
-    trainer = FakeTrainer(Path(experiment.model.path), layout, layout.coord(rank))
-    for strategy in strategies:
-        settings = experiment.sync.model_copy(update={"strategy": strategy})
-        sync = WeightSync(experiment.model_copy(update={"sync": settings}), trainer, engines, RUN_ID)
-        push(sync, trainer, range(first, first + pushes))
-        first += pushes
-        sync.close()
+    for words in layouts:
+        tp, pp = map(int, words.split(","))
+        layout = Layout(tp=tp, pp=pp, dp=dist.get_world_size() // (tp * pp))
+        trainer = FakeTrainer(Path(experiment.model.path), layout, layout.coord(dist.get_rank()))
+        for strategy in STRATEGIES:
+            settings = experiment.sync.model_copy(update={"strategy": strategy})
+            sync = WeightSync(experiment.model_copy(update={"sync": settings}), trainer, engines, RUN_ID)
+            push(sync, trainer, range(first, first + PUSHES))
+            first += PUSHES
+            sync.close()
+            dist.barrier()
+        if engines:
+            sampled = ray.get(engines[0].generate.remote(REQUEST))
+            print("SAMPLED", json.dumps([sampled.token_ids, sampled.log_probs]), flush=True)
         dist.barrier()
 
 
@@ -52,4 +60,4 @@ def push(sync: WeightSync, trainer: FakeTrainer, steps: range) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:8]), sys.argv[8:])
+    main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5:])

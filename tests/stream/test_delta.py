@@ -15,7 +15,7 @@ from mrl.stream.sync import WeightSync
 from tests.receiver.poison import poison_transport
 from tests.stream.engines import RUN_ID, STRATEGIES
 from tests.stream.tiny import FakeTrainer, make_experiment, weights
-from tests.stream.toys import ToyEngine, ToyModel, going_half_way
+from tests.stream.toys import ToyEngine, ToyModel, going_half_way, hurried
 
 WORKERS, ENGINES = 2, 2
 FULL = pytest.approx(1.0, abs=0.01)  # every slice has its header, too
@@ -147,7 +147,8 @@ def test_a_message_that_was_corrupted_is_found_and_followed_by_a_full_push(gang,
 
 def test_a_worker_that_holds_another_push_refuses_before_anything_has_changed(gang):
     gang.engines[0].receivers[0].held = 77
-    report = gang.push(FEW)
+    with hurried(gang.sync, 6.0):  # the others wait for the one that refused, as for any that does not join
+        report = gang.push(FEW)
     assert "push 77 is in place" in report.errors[0] and report.errors[1] is None
     gang.assert_holds(1)
     report = gang.push(FEW)

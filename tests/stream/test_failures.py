@@ -18,7 +18,7 @@ from mrl.stream.links import Links
 from mrl.stream.sync import WeightSync
 from tests.stream.engines import RUN_ID
 from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, weights
-from tests.stream.toys import ToyEngine, ToyModel, going_half_way
+from tests.stream.toys import ToyEngine, ToyModel, going_half_way, hurried
 
 WORKERS, ENGINES, TIMEOUT_S = 2, 2, 20.0
 SOME_WAY = 3  # messages that get through before something breaks
@@ -141,12 +141,10 @@ def test_an_engine_that_stops_reading_costs_its_own_link_alone(gang, monkeypatch
 
     def apply_some(routes, position, *given):
         if routes is stuck.prepared.routes and position == 1:
-            time.sleep(12)
+            time.sleep(7)
         apply(routes, position, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(gang.sync, "settings", gang.sync.settings.model_copy(update={"timeout_s": 10.0}))
-        patch.setattr(gang.sync.calls, "settings", gang.sync.settings)
+    with monkeypatch.context() as patch, hurried(gang.sync, 6.0):
         patch.setattr(Routes, "apply", apply_some)
         report = gang.push(2)
     assert report.errors[1] and report.errors[0] is None

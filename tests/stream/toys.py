@@ -18,6 +18,7 @@ from mrl.receiver.mrl_receiver.links import LinkError
 from mrl.receiver.mrl_receiver.receive import Receiver
 from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.receiver.mrl_receiver.wire import SyncRequest
+from mrl.stream.sync import WeightSync
 from tests.stream.engines import RUN_ID
 
 ROWS = re.compile(r"(q|gate|up)_proj\.weight(_scale_inv)?$")
@@ -191,3 +192,14 @@ def going_half_way(monkeypatch, victim: Receiver) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(Routes, "apply", apply_some)
         yield
+
+
+@contextmanager
+def hurried(sync: WeightSync, timeout_s: float) -> Iterator[None]:
+    """Within the block pushes have this many seconds: for what only the deadline ends."""
+    usual = sync.settings
+    sync.settings = sync.calls.settings = usual.model_copy(update={"timeout_s": timeout_s})
+    try:
+        yield
+    finally:
+        sync.settings = sync.calls.settings = usual

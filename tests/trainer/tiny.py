@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import torch
 from safetensors.torch import load_file
@@ -96,12 +96,12 @@ def make_model(family: str, directory: Path, seed: int | None = None) -> Path:
     return path
 
 
-def make_batch() -> list[dict[str, torch.Tensor]]:
+def make_batch(vocab: int = VOCAB, lengths: Sequence[int] = LENGTHS) -> list[dict[str, torch.Tensor]]:
     """Samples with the fields that `loss_fn` uses; the weights sum to 1."""
     generator = torch.Generator().manual_seed(3)
-    batch = [{"tokens": torch.randint(0, VOCAB, (length,), generator=generator),
+    batch = [{"tokens": torch.randint(0, vocab, (length,), generator=generator),
               "weights": torch.rand(length, generator=generator),
-              "advantages": torch.randn(length, generator=generator)} for length in LENGTHS]
+              "advantages": torch.randn(length, generator=generator)} for length in lengths]
     total = sum(float(sample["weights"].sum()) for sample in batch)
     return [{**sample, "weights": sample["weights"] / total} for sample in batch]
 

@@ -1,0 +1,33 @@
+"""How tests are shared out when pytest runs in several processes (`tests/run.sh`): those that share an engine, a Ray or
+models made for them stay together, and what takes longest begins first."""
+from __future__ import annotations
+
+import re
+
+import pytest
+
+LONGEST = ("e2e", "stream-vllm", "stream-sglang", "trainer", "stream", "receiver", "reshard")
+
+
+def group_of(nodeid: str) -> str:
+    """The test's folder, and in tests/stream the engine that it shares with others."""
+    folder = nodeid.partition("/")[0]
+    engine = re.search(r"\[(vllm|sglang)\b", nodeid)
+    return f"{folder}-{engine[1]}" if folder == "stream" and engine else folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest groups first."""
+    items.sort(key=lambda item: LONGEST.index(group) if (group := group_of(item.nodeid)) in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """pytest-xdist's scheduler, with whole groups as what it gives to a process at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
