@@ -1,4 +1,4 @@
-"""Supervised samples: from rows to tokens and loss masks, and from samples to packed microbatches with token weights."""
+"""Supervised samples: from rows to tokens and loss masks, from samples to packed microbatches with token weights."""
 from __future__ import annotations
 
 import torch

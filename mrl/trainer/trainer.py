@@ -95,7 +95,7 @@ class Trainer:
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this is the one rank that speaks for its data-parallel replica, where all ranks of it know the same."""
+        """Whether this is the one rank that speaks for its data-parallel replica, all of whose ranks know the same."""
         return self.coord.tp == self.coord.pp == 0 and self.coord.dp % self.layout.cp == 0
 
     @property
