@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from mrl.algorithm.weights import token_weights
-from mrl.config.schema import SftData
+from mrl.config.sft import SftData
 from mrl.data.prompts import load_prompts
 from mrl.data.tokenize import PromptEncoder
 from mrl.trainer.microbatch import Sample, assign

@@ -17,7 +17,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from mrl.config.schema import Experiment, SftExperiment
+from mrl.config.schema import Experiment
+from mrl.config.sft import SftExperiment
 from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, chunk_prefix, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
