@@ -58,7 +58,7 @@ def sft(
 ) -> None:
     """Fine-tune a model on prompts and answers (supervised), as the experiment file says."""
     with _user_errors():
-        from mrl.config.schema import SftExperiment
+        from mrl.config.sft import SftExperiment
         from mrl.preflight import preflight_sft
 
         exp, _ = _checked(experiment, overrides, preflight_sft, SftExperiment)

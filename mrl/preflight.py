@@ -19,7 +19,8 @@ from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.rewards import Custom, Part, RewardModel
-from mrl.config.schema import Data, Experiment, Model, SftExperiment, Teacher
+from mrl.config.schema import Data, Experiment, Model, Teacher
+from mrl.config.sft import SftExperiment
 from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
 from mrl.engine.probe import look_into

@@ -11,7 +11,8 @@ from typing import Iterator
 from mrl.config.errors import ConfigError, UserError
 from mrl.config.load import dump_experiment, load_like
 from mrl.config.resume import resume_problems
-from mrl.config.schema import Experiment, SftExperiment
+from mrl.config.schema import Experiment
+from mrl.config.sft import SftExperiment
 from mrl.trainer.files import saved_steps, tidy_checkpoints
 
 

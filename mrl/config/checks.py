@@ -14,7 +14,8 @@ from mrl.config.errors import Problem
 from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
-from mrl.config.schema import Experiment, Rollout, RolloutParallel, SftExperiment, Teacher, TrainerParallel
+from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher, TrainerParallel
+from mrl.config.sft import SftExperiment
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher
 from mrl.engine.flags import OWNED_FLAGS, owned_flag

@@ -20,7 +20,8 @@ from mrl.config import source
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.keys import NAME, all_keys, find_key, nearest_key, sibling_keys
 from mrl.config.rewards import KINDS, Part, part_class
-from mrl.config.schema import Experiment, SftExperiment
+from mrl.config.schema import Experiment
+from mrl.config.sft import SftExperiment
 from mrl.config.section import Section
 
 Kind = TypeVar("Kind", bound=Section)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mrl.config.checks import against, check_cuts, check_experts, context_limit, resolved_device, trainer_cuts
 from mrl.config.errors import Problem
-from mrl.config.schema import SftExperiment
+from mrl.config.sft import SftExperiment
 from mrl.reshard.spec import model_spec
 
 

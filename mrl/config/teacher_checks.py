@@ -15,7 +15,8 @@ def check_teacher(exp: Experiment) -> Iterator[Problem]:
         yield Problem("teacher", "null", "a section with path and python: with algorithm.name distill a teacher's "
                       "log-probs are what is learnt", "add the section, or choose another algorithm.name")
     if exp.teacher is not None and not distils:
-        yield Problem("teacher", exp.teacher.path, f"null with algorithm.name {exp.algorithm.name}, which asks no teacher",
+        yield Problem("teacher", exp.teacher.path,
+                      f"null with algorithm.name {exp.algorithm.name}, which asks no teacher",
                       "remove the section, or set algorithm.name: distill")
     if exp.teacher is None:
         if exp.cluster.teacher_gpus is not None:
@@ -25,11 +26,11 @@ def check_teacher(exp: Experiment) -> Iterator[Problem]:
     yield from _check_engines(exp)
     if exp.rollout.sampling.temperature != 1:
         yield Problem("rollout.sampling.temperature", str(exp.rollout.sampling.temperature),
-                      "1.0 with a teacher: its log-probs are at temperature 1, and the student's must be of the same kind",
+                      "1.0 with a teacher: its log-probs are at temperature 1, and the student's must be, too",
                       "use 1.0")
     if exp.algorithm.kl.coef > 0 and exp.algorithm.kl.place == "reward":
-        yield Problem("algorithm.kl.place", "reward", "loss with algorithm.name distill: its advantages are the teacher's "
-                      "opinion of each token, and no reward", "set algorithm.kl.place: loss, or kl.coef: 0")
+        yield Problem("algorithm.kl.place", "reward", "loss with algorithm.name distill: its advantages are the "
+                      "teacher's opinion of each token, and no reward", "set algorithm.kl.place: loss, or kl.coef: 0")
 
 
 def _check_engines(exp: Experiment) -> Iterator[Problem]:

@@ -68,9 +68,9 @@ class PromptEncoder:
         differing = [token for token in sorted({*mine, *other}) if mine.get(token) != other.get(token)]
         if differing:
             raise DataError(
-                f"teacher.path {model_path} has another tokenizer than the model: {len(differing)} tokens have other ids, "
-                f"for example {differing[0]!r} ({mine.get(differing[0])} and {other.get(differing[0])}). The teacher scores "
-                "the student's token ids: take a teacher with the student's tokenizer")
+                f"teacher.path {model_path} has another tokenizer than the model: {len(differing)} tokens have other "
+                f"ids, for example {differing[0]!r} ({mine.get(differing[0])} and {other.get(differing[0])}). The "
+                "teacher scores the student's token ids: take a teacher with the student's tokenizer")
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The chat a row stands for. A string prompt gets `system_prompt` and `prompt_suffix`, a list is left as is."""

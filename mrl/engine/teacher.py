@@ -1,4 +1,4 @@
-"""The teacher's engines: the same gates and servers as the student's, made to serve another model, whose weights stay."""
+"""The teacher's engines: the same gates and servers as the student's, for another model, whose weights stay."""
 from __future__ import annotations
 
 from mrl.config.schema import Eval, Experiment

@@ -31,7 +31,8 @@ class VllmServer(HttpServer):
             "--load-format", "auto" if self.load_weights else "dummy", "--dtype", self.experiment.model.dtype,
             "--seed", str(self.experiment.seed % 2**31 + self.index),
             "--worker-extension-cls", "mrl_receiver.vllm.WeightReceiver",
-            "--max-model-len", str(self.experiment.engine_tokens), "--max-num-seqs", str(rollout.max_concurrent_requests),
+            "--max-model-len", str(self.experiment.engine_tokens),
+            "--max-num-seqs", str(rollout.max_concurrent_requests),
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]

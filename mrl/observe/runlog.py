@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from mrl.config.schema import Eval, Log, SftLog
+from mrl.config.schema import Eval, PlainLog
 from mrl.evaluation.report import flat_metrics, reports
 from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group
@@ -17,7 +17,7 @@ _ERRORS_SHOWN = 5
 class RunLog:
     """Rank 0's log. Every line is flushed, so that a killed run keeps what it had."""
 
-    def __init__(self, run_dir: Path, log: Log | SftLog, steps: int, attempt: int):
+    def __init__(self, run_dir: Path, log: PlainLog, steps: int, attempt: int):
         self.run_dir, self.log, self.steps, self.attempt = run_dir, log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)

@@ -15,8 +15,8 @@ Kind = Literal["train", "eval"]
 class GroupRequest:
     """One prompt to be sampled `samples` times. `group_id` is unique within its kind and survives a resume.
 
-    dataset: of kind eval, the name in eval.datasets that `prompt_index` counts the prompts of; else empty. baseline: sample
-    it once more, greedily, for an advantage that compares with that (ReMax).
+    dataset: of kind eval, the name in eval.datasets that `prompt_index` counts the prompts of; else empty.
+    baseline: sample it once more, greedily, for an advantage that compares with that (ReMax).
     """
 
     group_id: int

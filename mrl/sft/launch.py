@@ -7,7 +7,7 @@ from mrl.cluster.fleet import STOP_TIMEOUT_S
 from mrl.cluster.placement import with_device
 from mrl.cluster.run_dir import prepare_run_dir, sole_owner
 from mrl.cluster.trainers import Gang, run_gang
-from mrl.config.schema import SftExperiment
+from mrl.config.sft import SftExperiment
 from mrl.engine.guard import guard_this_process
 from mrl.preflight import visible_devices
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mrl.cluster.rank_log import recorded
 from mrl.config.load import load_sft
-from mrl.config.schema import SftExperiment
+from mrl.config.sft import SftExperiment
 from mrl.data.order import PromptOrder
 from mrl.data.tokenize import PromptEncoder
 from mrl.observe.runlog import RunLog

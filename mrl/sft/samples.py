@@ -1,10 +1,10 @@
-"""Supervised samples: from rows to tokens and loss masks, and from samples to packed microbatches with token weights."""
+"""Supervised samples: from rows to tokens and loss masks, from samples to packed microbatches with token weights."""
 from __future__ import annotations
 
 import torch
 
 from mrl.algorithm.weights import token_weights
-from mrl.config.schema import SftData
+from mrl.config.sft import SftData
 from mrl.data.prompts import load_prompts
 from mrl.data.tokenize import PromptEncoder
 from mrl.trainer.microbatch import Sample, assign

@@ -17,7 +17,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from mrl.config.schema import Experiment, SftExperiment
+from mrl.config.schema import Experiment
+from mrl.config.sft import SftExperiment
 from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, chunk_prefix, local_params, model_spec, read_config
 from mrl.reshard.load import load_hf
@@ -95,7 +96,7 @@ class Trainer:
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this is the one rank that speaks for its data-parallel replica, where all ranks of it know the same."""
+        """Whether this is the one rank that speaks for its data-parallel replica, all of whose ranks know the same."""
         return self.coord.tp == self.coord.pp == 0 and self.coord.dp % self.layout.cp == 0
 
     @property

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.config.schema import SftData
+from mrl.config.sft import SftData
 from mrl.data.tokenize import PromptEncoder
 from mrl.sft.samples import make_samples, share_of
 from tests.torchrun import ROOT, torchrun
