@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from mrl.engine.http import RECEIVER_DIR
-from mrl.receiver.mrl_receiver.sglang import answer_call, require_plain_layers, seed_batch, watch_layer
+from mrl.receiver.mrl_receiver.sglang import (
+    answer_call, cache_scales, require_plain_layers, seed_batch, watch_layer,
+)
 
 
 def test_it_is_found_on_the_path_alone():
@@ -60,3 +62,13 @@ def test_rearranged_experts_are_refused(process, words):
 
 def test_experts_that_are_as_they_were_loaded_are_fine():
     require_plain_layers(experts(lambda layer: None), lambda: None)
+
+
+def test_the_scales_of_a_cache_are_no_weights():
+    """Attention of a quantised model has them, by a method that is not watched and sets them itself."""
+    model = experts(lambda layer: None)
+    model["attention"] = attention = nn.Module()
+    attention.quant_method = "for the cache"
+    attention.k_scale, attention.v_scale = (nn.Parameter(torch.tensor(-1.0), requires_grad=False) for _ in range(2))
+    require_plain_layers(model, lambda: None)
+    assert cache_scales(model) == {"attention.k_scale", "attention.v_scale"}
