@@ -7,13 +7,14 @@ samples, rank 0 gathers them and deals the advantages out. So neither replicas n
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mrl.algorithm.advantages import Estimate, estimate
 from mrl.algorithm.kl import adapted_coef, kl_estimate
 from mrl.algorithm.loss import finished, make_loss
+from mrl.algorithm.value_loss import make_value_loss, value_metrics
 from mrl.cluster.gang import Scatter
 from mrl.config.schema import Experiment
 from mrl.observe.clock import Clock
@@ -21,6 +22,7 @@ from mrl.rollout.batch import Batch, Split, split_batch
 from mrl.rollout.types import Group
 
 if TYPE_CHECKING:  # what is tested around a stand-in needs no Megatron
+    from mrl.trainer.trained_model import TrainedModel
     from mrl.trainer.trainer import Trainer
 
 
@@ -29,7 +31,7 @@ class Learner:
 
     def __init__(self, experiment: Experiment, trainer: Trainer, scatter: Scatter, clock: Clock):
         self.experiment, self.trainer, self.scatter, self.clock = experiment, trainer, scatter, clock
-        self.algorithm = experiment.algorithm
+        self.algorithm, self.critic = experiment.algorithm, trainer.critic
         self.kl_coef = self.algorithm.kl.coef
         self.batch: Batch | None = None  # this replica's share
         self.split: Split | None = None  # on rank 0: who has what
@@ -55,26 +57,44 @@ class Learner:
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the batch of step `step`: `epochs` passes over `minibatches` optimizer steps. Returns metrics."""
-        shape, batch, kl = self.experiment.batch, self.batch, self.algorithm.kl
+        batch, kl, metrics = self.batch, self.algorithm.kl, {}
         self._add_log_probs(batch)
+        if self.critic:
+            with self.clock("values"):
+                batch.add_field("value", self.critic.values(batch.microbatches))
         if self.algorithm.needs_trainer_fields:
             with self.clock("advantages"):
-                self._add_advantages(batch)
-        loss = make_loss(self.algorithm, self.kl_coef)
-        with self.clock("update_actor"):
-            updates = [finished(self.trainer.train(microbatches, loss))
-                       for _ in range(shape.epochs) for microbatches in batch.minibatches]
+                metrics |= self._add_advantages(batch)
+        if self.critic:
+            with self.clock("update_critic"):
+                updates = self._update(batch, self.critic, make_value_loss(self.algorithm.critic))
+            metrics |= _means("critic", updates)
+        if step >= self.algorithm.critic.warmup_steps:
+            metrics |= self._train_policy(batch)
         self.batch, self.split = None, None
-        metrics = {f"actor/{name}": _over_updates(name, [update[name] for update in updates]) for name in updates[0]}
+        if kl.reference_every and (step + 1) % kl.reference_every == 0:
+            with self.clock("update_reference"):
+                self.trainer.update_reference()
+        return metrics
+
+    def _train_policy(self, batch: Batch) -> dict[str, float]:
+        """The policy's optimizer steps, then the KL coefficient of the next batch."""
+        shape, kl = self.experiment.batch, self.algorithm.kl
+        with self.clock("update_actor"):
+            updates = [finished(update)
+                       for update in self._update(batch, self.trainer, make_loss(self.algorithm, self.kl_coef))]
+        metrics = _means("actor", updates)
         metrics["rollout/logprob_diff"] = updates[0]["logprob_diff"]  # later minibatches differ by design
         if kl.coef > 0:
             metrics["actor/kl_coef"] = self.kl_coef
             samples = shape.prompts_per_step * shape.samples_per_prompt
             self.kl_coef = adapted_coef(self.kl_coef, metrics["actor/kl"], samples, kl)
-        if kl.reference_every and (step + 1) % kl.reference_every == 0:
-            with self.clock("update_reference"):
-                self.trainer.update_reference()
         return metrics
+
+    def _update(self, batch: Batch, model: TrainedModel, loss: Callable) -> list[dict[str, float]]:
+        """All optimizer steps of one model on the batch: the metrics of each."""
+        return [model.train(microbatches, loss)
+                for _ in range(self.experiment.batch.epochs) for microbatches in batch.minibatches]
 
     def _add_log_probs(self, batch: Batch) -> None:
         """Proximal and reference log-probs of every token, as far as they are needed and not to be had for nothing."""
@@ -88,9 +108,12 @@ class Learner:
             with self.clock("ref_log_prob"), self.trainer.use_reference():
                 batch.add_field("ref_log_prob", self.trainer.log_probs(batch.microbatches))
 
-    def _add_advantages(self, batch: Batch) -> None:
-        """Advantages that depend on this replica's fields: over the whole batch on rank 0, and back."""
-        kl, fields = self.algorithm.kl, {}
+    def _add_advantages(self, batch: Batch) -> dict[str, float]:
+        """Advantages that depend on this replica's fields: over the whole batch on rank 0, and back. On rank 0, metrics
+        of the values there were."""
+        kl, fields, metrics = self.algorithm.kl, {}, {}
+        if self.critic:
+            fields["values"] = [sample["value"] for sample in batch.samples]
         if kl.coef > 0 and kl.place == "reward":
             old = "old_log_prob" if self.algorithm.old_log_prob == "recompute" else "rollout_log_prob"
             fields["penalty"] = [self.kl_coef * kl_estimate(sample[old], sample["ref_log_prob"], kl.estimator)
@@ -100,12 +123,20 @@ class Learner:
             whole = {name: self.split.collect([part[name] for part in parts]) for name in fields}
             scored = [replace(sequence, **{name: values[index] for name, values in whole.items()})
                       for index, sequence in enumerate(self.split.scored)]
-            dealt = self.split.deal(estimate(self.algorithm, scored))
+            estimates = estimate(self.algorithm, scored)
+            dealt = self.split.deal(estimates)
+            if self.critic:
+                metrics = value_metrics([s.values for s in scored], [e.returns for e in estimates],
+                                        [s.mask for s in scored])
         _add_estimates(batch, self.scatter(dealt))
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
 
-def _over_updates(name: str, values: list[float]) -> float:
-    return max(values) if name.endswith("_max") else sum(values) / len(values)
+def _means(model: str, updates: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics over the optimizer steps of one model: the mean, or the largest of those that end in _max."""
+    every = {name: [update[name] for update in updates] for name in updates[0]}
+    return {f"{model}/{name}": max(values) if name.endswith("_max") else sum(values) / len(values)
+            for name, values in every.items()}
 
 
 def _add_estimates(batch: Batch, estimates: list[Estimate]) -> None:

@@ -35,9 +35,10 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
     `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp),
+    unreadable, critic_config = read_critic_config(exp)
+    problems += [*unreadable, *check_files(exp), *check_prompts("data.train", exp.data.train, exp),
                  *check_prompts("data.eval", exp.data.eval, exp)]
-    return problems + check_experiment(exp, hf_config, visible_gpus), hf_config
+    return problems + check_experiment(exp, hf_config, visible_gpus, critic_config), hf_config
 
 
 def preflight_training(exp: Experiment) -> Findings:
@@ -53,35 +54,47 @@ def preflight_evaluation(exp: Experiment) -> Findings:
     return problems + check_evaluation(exp, hf_config, count_gpus()), hf_config
 
 
-def read_model_config(exp: Experiment) -> tuple[list[Problem], dict[str, Any] | None]:
+def read_model_config(exp: Experiment) -> Findings:
     """config.json of `model.path`; for a hub id it is downloaded (into the Hugging Face cache)."""
-    directory = Path(exp.model.path)
+    return _read_config("model.path", exp.model.path)
+
+
+def read_critic_config(exp: Experiment) -> Findings:
+    """config.json of `algorithm.critic.path`; none where the critic begins as `model.path`, or there is no critic."""
+    path = exp.algorithm.critic.path
+    return _read_config("algorithm.critic.path", path) if exp.algorithm.has_critic and path else ([], None)
+
+
+def _read_config(key: str, path: str) -> Findings:
+    directory = Path(path)
     try:
-        if is_hub_id(exp.model.path):
+        if is_hub_id(path):
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(exp.model.path, "config.json"))
+            file = Path(hf_hub_download(path, "config.json"))
         else:
             file = directory / "config.json"
         return [], json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         reason = f"config.json is not valid JSON: {error}"
     except Exception as error:  # the hub client raises several unrelated families of errors
-        if not is_hub_id(exp.model.path):
+        if not is_hub_id(path):
             missing = "no such directory" if not directory.is_dir() else "the directory has no readable config.json"
             reason = f"{missing} ({error})"
         else:
             reason = f"no directory of that name here, and the hub gave no config.json: {error}"
-    return [Problem("model.path", exp.model.path, "a Hugging Face model directory or hub id", reason)], None
+    return [Problem(key, path, "a Hugging Face model directory or hub id", reason)], None
 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
     """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
     model = Path(exp.model.path)
-    if model.is_dir():
-        if not any(model.glob("*.safetensors")):
-            yield Problem("model.path", exp.model.path, "a model directory with weights (*.safetensors)",
+    critic = exp.algorithm.critic.path if exp.algorithm.has_critic else None
+    for key, path in (("model.path", exp.model.path), ("algorithm.critic.path", critic)):
+        if path and Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+            yield Problem(key, path, "a model directory with weights (*.safetensors)",
                           "model directory without weights: convert or download them")
+    if model.is_dir():
         if not (model / "tokenizer.json").exists() and not (model / "tokenizer_config.json").exists():
             yield Problem("model.path", exp.model.path, "a model directory with a tokenizer (tokenizer.json, "
                           "tokenizer_config.json)", "copy the tokenizer files into it")
