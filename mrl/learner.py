@@ -60,15 +60,9 @@ class Learner:
         batch, kl, metrics = self.batch, self.algorithm.kl, {}
         self._add_log_probs(batch)
         if self.critic:
-            with self.clock("values"):
-                batch.add_field("value", self.critic.values(batch.microbatches))
-        if self.algorithm.needs_trainer_fields:
-            with self.clock("advantages"):
-                metrics |= self._add_advantages(batch)
-        if self.critic:
-            with self.clock("update_critic"):
-                updates = self._update(batch, self.critic, make_value_loss(self.algorithm.critic))
-            metrics |= _means("critic", updates)
+            metrics |= self._train_critic(batch)
+        elif self.algorithm.needs_trainer_fields:
+            self._add_advantages(batch)
         if step >= self.algorithm.critic.warmup_steps:
             metrics |= self._train_policy(batch)
         self.batch, self.split = None, None
@@ -76,6 +70,15 @@ class Learner:
             with self.clock("update_reference"):
                 self.trainer.update_reference()
         return metrics
+
+    def _train_critic(self, batch: Batch) -> dict[str, float]:
+        """Values, advantages from them, then the critic's optimizer steps."""
+        with self.clock("update_critic"), self.critic.awake():
+            with self.clock("values"):
+                batch.add_field("value", self.critic.values(batch.microbatches))
+            metrics = self._add_advantages(batch)
+            updates = self._update(batch, self.critic, make_value_loss(self.algorithm.critic))
+        return {**metrics, **_means("critic", updates)}
 
     def _train_policy(self, batch: Batch) -> dict[str, float]:
         """The policy's optimizer steps, then the KL coefficient of the next batch."""
@@ -109,26 +112,29 @@ class Learner:
                 batch.add_field("ref_log_prob", self.trainer.log_probs(batch.microbatches))
 
     def _add_advantages(self, batch: Batch) -> dict[str, float]:
-        """Advantages that depend on this replica's fields: over the whole batch on rank 0, and back. On rank 0, metrics
-        of the values there were."""
-        kl, fields, metrics = self.algorithm.kl, {}, {}
+        """Advantages that depend on this replica's fields: over the whole batch on rank 0, and back.
+
+        Returns, on rank 0, metrics of the critic's values.
+        """
+        kl, fields = self.algorithm.kl, {}
         if self.critic:
             fields["values"] = [sample["value"] for sample in batch.samples]
         if kl.coef > 0 and kl.place == "reward":
             old = "old_log_prob" if self.algorithm.old_log_prob == "recompute" else "rollout_log_prob"
             fields["penalty"] = [self.kl_coef * kl_estimate(sample[old], sample["ref_log_prob"], kl.estimator)
                                  for sample in batch.samples]
-        parts, dealt = self.scatter.gather(fields), None
-        if parts is not None:
-            whole = {name: self.split.collect([part[name] for part in parts]) for name in fields}
-            scored = [replace(sequence, **{name: values[index] for name, values in whole.items()})
-                      for index, sequence in enumerate(self.split.scored)]
-            estimates = estimate(self.algorithm, scored)
-            dealt = self.split.deal(estimates)
-            if self.critic:
-                metrics = value_metrics([s.values for s in scored], [e.returns for e in estimates],
-                                        [s.mask for s in scored])
-        _add_estimates(batch, self.scatter(dealt))
+        with self.clock("advantages"):
+            parts, dealt, metrics = self.scatter.gather(fields), None, {}
+            if parts is not None:
+                whole = {name: self.split.collect([part[name] for part in parts]) for name in fields}
+                scored = [replace(sequence, **{name: values[index] for name, values in whole.items()})
+                          for index, sequence in enumerate(self.split.scored)]
+                estimates = estimate(self.algorithm, scored)
+                dealt = self.split.deal(estimates)
+                if self.critic:
+                    metrics = value_metrics([s.values for s in scored], [e.returns for e in estimates],
+                                            [s.mask for s in scored])
+            _add_estimates(batch, self.scatter(dealt))
         return {f"critic/{name}": value for name, value in metrics.items()}
 
 

@@ -61,6 +61,8 @@ class Critic(Section):
     value_clip: Optional[PositiveFloat] = Field(
         0.2, description="how far a value may move from what it was before the step, until its loss has no gradient; "
                          "null: freely")
+    offload: bool = Field(
+        False, description="keep the critic in host memory while it is idle: room for the policy, at two copies a step")
     optimizer: CriticOptimizer = CriticOptimizer()
 
 

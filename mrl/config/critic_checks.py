@@ -50,5 +50,5 @@ def _check_unused(exp: Experiment) -> Iterator[Problem]:
         parts = key.split(".")[1:]
         value = reduce(getattr, parts, exp.algorithm)
         if value != reduce(getattr, parts, usual):
-            yield Problem(key, str(value), f"nothing with algorithm.name {exp.algorithm.name}: there is no critic",
-                          "remove the key, or set algorithm.name: gae")
+            yield Problem(key, str(value).lower(),
+                          f"nothing with algorithm.name {exp.algorithm.name}: there is no critic", "remove the key, or set algorithm.name: gae")

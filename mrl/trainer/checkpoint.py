@@ -39,9 +39,10 @@ def save(trainer: Trainer, directory: Path, extra: Mapping[str, bytes]) -> None:
     """Write a checkpoint; one of the same name is replaced only when the new one is complete. Collective."""
     partial = directory.with_name(directory.name + ".tmp")
     for model, part in _parts(trainer, partial):
-        _write_weights(model, part)
-        torch.save([_optimizer_state(optimizer) for optimizer in model.optimizer.inner],
-                   part / optimizer_file(dist.get_rank()))
+        with model.awake():
+            _write_weights(model, part)
+            torch.save([_optimizer_state(optimizer) for optimizer in model.optimizer.inner],
+                       part / optimizer_file(dist.get_rank()))
     if reference := trainer.moved_reference():
         _write_shards(trainer, reference, partial / REFERENCE)
     torch.save(_rng_state(trainer), partial / random_file(dist.get_rank()))
@@ -73,7 +74,8 @@ def load(trainer: Trainer, directory: Path) -> None:
         ValueError: written under another layout, or with other parameters.
     """
     for model, part in _parts(trainer, directory):
-        _load_model(model, part)
+        with model.awake():
+            _load_model(model, part)
     if reference := trainer.moved_reference():
         _read_shards(trainer, reference, directory / REFERENCE)
     _set_rng_state(trainer, torch.load(directory / random_file(dist.get_rank()), map_location="cpu", weights_only=True))
@@ -164,7 +166,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    merged = optimizer.state_dict() | {"state": saved["state"]}
+    # Copies: on the host the optimizer would keep the file's own tensors, whose memory cannot be given up when idle.
+    state = {index: {name: value.clone() if torch.is_tensor(value) else value for name, value in values.items()}
+             for index, values in saved["state"].items()}
+    merged = optimizer.state_dict() | {"state": state}
     for group, step in zip(merged["param_groups"], saved["group_steps"], strict=True):
         if step is not None:
             group["step"] = step

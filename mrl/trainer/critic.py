@@ -4,7 +4,8 @@ It begins as `algorithm.critic.path` with a value head of zeros, and has an opti
 """
 from __future__ import annotations
 
-from typing import Sequence
+from contextlib import contextmanager
+from typing import Iterator, Sequence
 
 import torch
 
@@ -13,6 +14,7 @@ from mrl.platform import Platform
 from mrl.reshard import model_spec, read_config
 from mrl.trainer.files import model_directory
 from mrl.trainer.microbatch import Packed, Sample
+from mrl.trainer.offload import Offload
 from mrl.trainer.parallel import Place
 from mrl.trainer.trained_model import TrainedModel
 
@@ -30,6 +32,20 @@ class Critic(TrainedModel):
         super().__init__(source, model_spec(read_config(source)),
                          experiment.trainer.model_copy(update={"optimizer": section.optimizer}),
                          getattr(torch, experiment.model.dtype), place, platform, experiment.critic_updates)
+        self._offload = Offload(self, platform) if section.offload else None
+        if self._offload:
+            self._offload.release()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Outside the block an offloaded critic has no memory on the device, and must not be touched."""
+        if self._offload:
+            self._offload.restore()
+        try:
+            yield
+        finally:
+            if self._offload:
+                self._offload.release()
 
     def values(self, microbatches: Sequence[Sequence[Sample]]) -> list[torch.Tensor]:
         """What the state before token t is worth: the reward still to come, before t was chosen.

@@ -6,6 +6,7 @@ compute are collective: every rank of the gang calls them in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Callable, ClassVar, Iterator, Sequence
@@ -99,6 +100,10 @@ class TrainedModel(ABC):
     def is_last_stage(self) -> bool:
         """Whether losses are computed on this rank."""
         return self.place.is_last_stage
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Whatever computes with the model or reads its state does so within this block. One at a time."""
+        return nullcontext()
 
     def local_params(self) -> dict[str, torch.Tensor]:
         """All weights of this rank by Megatron's names, as in the reshard plans. They share the model's storage."""

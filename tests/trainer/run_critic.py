@@ -132,20 +132,37 @@ def check_training(folder: Path, platform) -> None:
         saved = folder / f"critic_{name}"
         trainer.save(saved)
         continue_training(trainer, rows)
-        again = Trainer(chosen, platform, total_steps=8)
+        # This one's critic is offloaded meanwhile.
+        again = Trainer(chosen.model_copy(update={"algorithm": chosen.algorithm.model_copy(update={
+            "critic": chosen.algorithm.critic.model_copy(update={"offload": True})})}), platform, total_steps=8)
         again.load(saved)
         continue_training(again, rows)
+        assert held(again.critic) == 0 < held(critic)
         assert_identical(snapshot(trainer), snapshot(again))
-        assert_identical(snapshot(critic), snapshot(again.critic))
+        with again.critic.awake():
+            assert_identical(snapshot(critic), snapshot(again.critic))
         if name == "pipeline":
             check_other_checkpoints(folder, trainer)
         if dist.get_rank() == 0:
             print(f"ok {name}", flush=True)
 
 
+def held(model) -> int:
+    """Bytes behind the weights, gradients, masters and moments of a model."""
+    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    for optimizer in model.optimizer.inner:
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+        tensors += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
 def continue_training(trainer, rows) -> None:
-    trainer.critic.train(rows, squared_error)
-    trainer.train(rows, loss_fn)
+    for _ in range(2):
+        with trainer.critic.awake():
+            trainer.critic.train(rows, squared_error)
+        trainer.train(rows, loss_fn)
 
 
 def check_other_checkpoints(folder: Path, trainer) -> None:

@@ -27,7 +27,8 @@ def settings(model: Path, parallel: dict):
     return experiment(
         model={"path": str(model)},
         algorithm={"name": "gae", "gae": {"lam": LAM}, "old_log_prob": "recompute",
-                   "critic": {"warmup_steps": WARMUP, "value_clip": 0.5, "optimizer": {"lr": 3e-3}}},
+                   "critic": {"warmup_steps": WARMUP, "value_clip": 0.5, "offload": "pp" in parallel,
+                              "optimizer": {"lr": 3e-3}}},
         batch={"prompts_per_step": 4, "minibatches": 2, "epochs": 2, "max_tokens_per_microbatch": 24},
         trainer={"parallel": parallel, "optimizer": {"lr": 1e-3}}, loop={"steps": STEPS})
 
