@@ -27,7 +27,7 @@ from mrl.reshard.buckets import BYTES, DTYPE_BYTES
 from mrl.reshard.engine_layout import held_boxes
 from mrl.reshard.fp8 import places
 from mrl.reshard.layout import Coord, Layout, expert_range
-from mrl.reshard.params import gather_groups, hf_tensors, is_expert, local_params
+from mrl.reshard.params import gather_groups, hf_tensors, is_expert, is_output, local_params
 from mrl.reshard.plan import SyncPlan
 from mrl.reshard.spec import ModelSpec, model_spec
 from mrl.stream.planning import plan_of
@@ -44,6 +44,7 @@ class Plan:
 
     exp: Experiment
     spec: ModelSpec
+    critic: ModelSpec | None
     layout: Layout
     device: str
     placement: Placement
@@ -52,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes a trainer rank needs, activations not included.
+    """Bytes a trainer rank needs, activations not included; of the policy and the critic together.
 
     Attributes:
         weights: in `model.dtype`.
@@ -72,20 +73,27 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.sync
 
 
-def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None) -> Plan:
-    """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0."""
+def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int | None,
+                 critic_config: dict[str, Any] | None = None) -> Plan:
+    """The plan of an experiment that passed its checks (`mrl.preflight`), with the devices numbered from 0.
+
+    `critic_config`: config.json of `algorithm.critic.path`, where that is given.
+    """
     spec = model_spec(hf_config, exp.model.mtp)
+    critic = model_spec(critic_config or hf_config) if exp.algorithm.has_critic else None
     layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
     sync = plan_of(exp, spec, layout, te=device == "cuda")
-    return Plan(exp, spec, layout, device, assign(exp, visible=None), sync)
+    return Plan(exp, spec, critic, layout, device, assign(exp, visible=None), sync)
 
 
 def rank_memory(plan: Plan, rank: int) -> RankMemory:
     """Memory of one trainer rank, from the shapes of the parameters it holds."""
-    layout, itemsize = plan.layout, DTYPE_BYTES[plan.exp.model.dtype]
+    layout, itemsize, te = plan.layout, DTYPE_BYTES[plan.exp.model.dtype], plan.device == "cuda"
     coord = layout.coord(rank)
-    params = local_params(plan.spec, layout, coord, te=plan.device == "cuda")
+    params = local_params(plan.spec, layout, coord, te)
+    if plan.critic:  # its value head is too small to count
+        params += [param for param in local_params(plan.critic, layout, coord, te) if not is_output(param.name)]
     held = sum(param.numel for param in params)
     experts = sum(param.numel for param in params if is_expert(param.name))
     sharded = (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
@@ -133,7 +141,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     _show(console, "Trainer ranks", ("rank", "tp", "pp", "dp", "layers", "sends in a sync", *experts), _rank_rows(plan))
     _show(console, "Engines", ("engine", "split", "devices", "weights a device"), _engine_rows(plan))
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
-    _show(console, "Memory a trainer rank (without activations)",
+    _show(console, f"Memory a trainer rank ({'with the critic, ' if plan.critic else ''}without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
     if plan.exp.algorithm.kl.coef > 0:
         console.print("The reference model adds its weights once more a rank, in host memory.")

@@ -97,10 +97,10 @@ def check(
         if rates:
             plans.show_rates(console, load_experiment(experiment, overrides or []), rates, gpus)
             return
-        from mrl.preflight import check_engine_python, preflight_plan
+        from mrl.preflight import check_engine_python, preflight_plan, read_critic_config
 
         exp, hf_config = _checked(experiment, overrides, lambda exp: preflight_plan(exp, gpus))
-        plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus))
+        plans.show_plan(console, plans.resolve_plan(exp, hf_config, gpus, read_critic_config(exp)[1]))
         plans.show_engine_version(console, exp)
         plans.show_warnings(console, [*check_engine_python(exp)])
 

@@ -38,8 +38,10 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
     `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    problems += [*check_files(exp), *check_prompts("data.train", exp.data.train, exp.data), *check_heldout(exp)]
-    return problems + check_experiment(exp, hf_config, visible_gpus), hf_config
+    unreadable, critic_config = read_critic_config(exp)
+    problems += [*unreadable, *check_files(exp), *check_prompts("data.train", exp.data.train, exp.data),
+                 *check_heldout(exp)]
+    return problems + check_experiment(exp, hf_config, visible_gpus, critic_config), hf_config
 
 
 def preflight_training(exp: Experiment) -> Findings:
@@ -66,31 +68,44 @@ def preflight_sft(exp: SftExperiment) -> Findings:
     return problems + check_sft(exp, hf_config, count_gpus()), hf_config
 
 
-def read_model_config(exp: Experiment | SftExperiment) -> tuple[list[Problem], dict[str, Any] | None]:
+def read_model_config(exp: Experiment | SftExperiment) -> Findings:
     """config.json of `model.path`; for a hub id it is downloaded (into the Hugging Face cache)."""
-    directory = Path(exp.model.path)
+    return _read_config("model.path", exp.model.path)
+
+
+def read_critic_config(exp: Experiment) -> Findings:
+    """config.json of `algorithm.critic.path`; none where the critic begins as `model.path`, or there is no critic."""
+    path = exp.algorithm.critic.path
+    return _read_config("algorithm.critic.path", path) if exp.algorithm.has_critic and path else ([], None)
+
+
+def _read_config(key: str, path: str) -> Findings:
+    directory = Path(path)
     try:
-        if is_hub_id(exp.model.path):
+        if is_hub_id(path):
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(exp.model.path, "config.json"))
+            file = Path(hf_hub_download(path, "config.json"))
         else:
             file = directory / "config.json"
         return [], json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         reason = f"config.json is not valid JSON: {error}"
     except Exception as error:  # the hub client raises several unrelated families of errors
-        if not is_hub_id(exp.model.path):
+        if not is_hub_id(path):
             missing = "no such directory" if not directory.is_dir() else "the directory has no readable config.json"
             reason = f"{missing} ({error})"
         else:
             reason = f"no directory of that name here, and the hub gave no config.json: {error}"
-    return [Problem("model.path", exp.model.path, "a Hugging Face model directory or hub id", reason)], None
+    return [Problem(key, path, "a Hugging Face model directory or hub id", reason)], None
 
 
 def check_files(exp: Experiment) -> Iterator[Problem]:
     """Files that the experiment names: weights and tokenizer, chat template, reward function, where weights go."""
     yield from check_model_files(exp.model)
+    if exp.algorithm.has_critic and exp.algorithm.critic.path:
+        if Path(exp.algorithm.critic.path).is_dir():
+            yield from _check_weights("algorithm.critic.path", exp.algorithm.critic.path)
     if exp.teacher:
         yield from check_teacher(exp.teacher)
     for key, reward in exp.rewards.items():
@@ -118,11 +133,15 @@ def check_teacher(teacher: Teacher) -> Iterator[Problem]:
         yield Problem("teacher.path", teacher.path, "a Hugging Face model directory or hub id", "no such directory")
 
 
-def _check_model_directory(key: str, path: str) -> Iterator[Problem]:
-    directory = Path(path)
-    if not any(directory.glob("*.safetensors")):
+def _check_weights(key: str, path: str) -> Iterator[Problem]:
+    if not any(Path(path).glob("*.safetensors")):
         yield Problem(key, path, "a model directory with weights (*.safetensors)",
                       "model directory without weights: convert or download them")
+
+
+def _check_model_directory(key: str, path: str) -> Iterator[Problem]:
+    directory = Path(path)
+    yield from _check_weights(key, path)
     if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
         yield Problem(key, path, "a model directory with a tokenizer (tokenizer.json, tokenizer_config.json)",
                       "copy the tokenizer files into it")

@@ -19,7 +19,7 @@ ACTOR, REFERENCE = -0.5, -0.75
 class Trainer:
     """Counts what it is asked for. Its loss is that of the actor's constant log-probs."""
 
-    layout = Layout()
+    layout, critic = Layout(), None
 
     def __init__(self):
         self.calls: list[str] = []

@@ -38,8 +38,8 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
     from mrl.stream.sync import WeightSync
     from mrl.trainer.trainer import Trainer
 
-    batch, steps = experiment.batch, experiment.loop.steps
-    trainer = Trainer(experiment, platform, steps * batch.minibatches * batch.epochs)
+    steps = experiment.loop.steps
+    trainer = Trainer(experiment, platform, experiment.policy_updates)
     orders = Orders(rank)
     run = json.loads((run_dir / "run.json").read_text())
     rollouts = log = engines = None

@@ -5,6 +5,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mrl.config.optimizer import Optimizer
 from mrl.config.section import Fraction, Section
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "pass_at_k",
@@ -48,6 +49,23 @@ class Gae(Section):
     lam: Fraction = Field(0.95, description="lambda: 1 trusts what was earned, 0 what the critic expects")
 
 
+class CriticOptimizer(Optimizer):
+    lr: PositiveFloat = Field(1e-5, description="peak learning rate of Adam")
+
+
+class Critic(Section):
+    path: Optional[str] = Field(
+        None, description="with name gae: Hugging Face model directory or hub id that the critic begins as; null: "
+                          "model.path")
+    warmup_steps: NonNegativeInt = Field(0, description="first steps of a run in which only the critic is trained")
+    value_clip: Optional[PositiveFloat] = Field(
+        0.2, description="how far a value may move from what it was before the step, until its loss has no gradient; "
+                         "null: freely")
+    offload: bool = Field(
+        False, description="keep the critic in host memory while it is idle: room for the policy, at two copies a step")
+    optimizer: CriticOptimizer = CriticOptimizer()
+
+
 class Algorithm(Section):
     name: AdvantageName = Field(
         "grpo", description="advantages. Of a sample against its group: grpo, rloo (leave one out), pass_at_k, "
@@ -62,6 +80,7 @@ class Algorithm(Section):
                           "reinforce_plus_plus names and gae, which are defined so")
     pass_k: PositiveInt = Field(4, description="pass_at_k: the best of so many samples counts")
     gae: Gae = Gae()
+    critic: Critic = Critic()
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = Field(
         "ppo", description="ppo: clipped ratio of each token; gspo: of the sequence; cispo: clipped ratio as a weight; "
                            "reinforce: no ratio")
@@ -88,6 +107,11 @@ class Algorithm(Section):
         return self.name in ("grpo", "rloo", "reinforce_plus_plus_baseline", "pass_at_k")
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.name == "gae"
+
+    @property
     def needs_trainer_fields(self) -> bool:
         """Whether advantages need what only the trainers can compute: values, or the KL of every token."""
-        return self.name == "gae" or (self.kl.coef > 0 and self.kl.place == "reward")
+        return self.has_critic or (self.kl.coef > 0 and self.kl.place == "reward")

@@ -10,7 +10,9 @@ from operator import attrgetter
 from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
+from mrl.config.critic_checks import check_critic, check_critic_model
 from mrl.config.errors import Problem
+from mrl.config.optimizer import Optimizer
 from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
@@ -34,18 +36,19 @@ _ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
 _MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
-def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
-                     visible_gpus: int | None = None) -> list[Problem]:
+def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visible_gpus: int | None = None,
+                     critic_config: Mapping[str, Any] | None = None) -> list[Problem]:
     """Everything about the experiment that could not work.
 
     Args:
         hf_config: the model's config.json; None skips the checks that need it (the file is missing: another problem).
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
+        critic_config: config.json of `algorithm.critic.path`, likewise.
     """
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
-                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp),
-                *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
+                *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *check_critic(exp),
+                *_check_optimizers(exp), *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
                 *(_check_engine_split("teacher", exp.teacher) if exp.teacher else ()),
                 *check_quantization(exp, resolved_device(exp, visible_gpus)), *_check_shared_memory(exp, visible_gpus),
                 *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
@@ -53,7 +56,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
     if hf_config is not None:
-        problems += _check_model(exp, hf_config, trainer_cuts(exp.trainer.parallel))
+        problems += _check_model(exp, hf_config, trainer_cuts(exp.trainer.parallel), critic_config)
     return problems
 
 
@@ -170,18 +173,23 @@ def _check_sampling(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.sampling.top_k", str(sampling.top_k), f"-1 (all tokens): {why}", "remove the key")
 
 
-def _check_optimizer(exp: Experiment) -> Iterator[Problem]:
-    optimizer = exp.trainer.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem("trainer.optimizer.min_lr", str(optimizer.min_lr),
-                      f"at most trainer.optimizer.lr ({optimizer.lr})", "lower it, or raise lr")
-    updates = exp.loop.steps * exp.batch.minibatches * exp.batch.epochs
-    if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
-        yield Problem("trainer.optimizer.warmup_steps", str(optimizer.warmup_steps),
-                      f"less than the run's {updates} optimizer steps", "shorten the warm-up, or run more steps")
+def _check_optimizers(exp: Experiment) -> Iterator[Problem]:
+    yield from _check_optimizer("trainer.optimizer", exp.trainer.optimizer, exp.policy_updates)
+    if exp.algorithm.has_critic:
+        yield from _check_optimizer("algorithm.critic.optimizer", exp.algorithm.critic.optimizer, exp.critic_updates)
     if exp.trainer.parallel.sequence_parallel and exp.trainer.parallel.tp == 1:
         yield Problem("trainer.parallel.sequence_parallel", "true", "false with trainer.parallel.tp 1: it splits "
                       "sequences over the tensor-parallel ranks", "remove it, or raise trainer.parallel.tp")
+
+
+def _check_optimizer(key: str, optimizer: Optimizer, updates: int) -> Iterator[Problem]:
+    """`updates`: optimizer steps of the whole run."""
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(f"{key}.min_lr", str(optimizer.min_lr), f"at most {key}.lr ({optimizer.lr})",
+                      "lower it, or raise lr")
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
+        yield Problem(f"{key}.warmup_steps", str(optimizer.warmup_steps),
+                      f"less than the run's {updates} optimizer steps", "shorten the warm-up, or run more steps")
 
 
 def _check_engines(exp: Experiment) -> Iterator[Problem]:
@@ -262,7 +270,8 @@ def trainer_cuts(parallel: TrainerParallel) -> dict[str, Cut]:
     }
 
 
-def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Cut]) -> Iterator[Problem]:
+def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[str, Cut],
+                 critic_config: Mapping[str, Any] | None = None) -> Iterator[Problem]:
     """`cuts`: those of the trainers; none where there are no trainers."""
     try:
         spec = model_spec(hf_config, exp.model.mtp)
@@ -274,6 +283,8 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
         yield from check_experts(exp, spec)
+    if critic_config is not None:
+        yield from check_critic_model(exp, spec, critic_config)
     against_each = against(spec, cuts)
     if not [*_check_engine_split("rollout", exp.rollout)]:
         against_each |= _engine_cuts(exp.rollout.parallel, spec)

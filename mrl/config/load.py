@@ -99,6 +99,7 @@ def absolute_paths(experiment: Kind) -> Kind:
         "out": _absolute,
         "model.path": _absolute_model,
         "model.chat_template": _absolute,
+        "algorithm.critic.path": lambda value: value if is_hub_id(value) else _absolute(value),
         "data.train": _absolute_data,
         "data.eval": _absolute_data,
         f"eval.datasets.{NAME}.path": _absolute_data,

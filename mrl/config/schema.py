@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mrl.config.algorithm import Algorithm
+from mrl.config.optimizer import Optimizer
 from mrl.config.rewards import KINDS, AnyPart, Math, named_parts
 from mrl.config.section import Fraction, Section
 from mrl.reshard.engine_layout import EngineLayout
@@ -99,17 +100,6 @@ class TrainerParallel(Section):
         return Layout(tp=self.tp, cp=self.cp, pp=self.pp, dp=ranks // (self.tp * self.pp), ep=self.ep, etp=self.etp,
                       vpp=self.vpp,
                       first_stage_layers=self.first_stage_layers, last_stage_layers=self.last_stage_layers)
-
-
-class Optimizer(Section):
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate of Adam")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate that the schedule ends at")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
-    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up from 0 to lr")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), strict=False, description="Adam's two decay rates")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
 
 
 class Moe(Section):
@@ -325,6 +315,21 @@ class Experiment(Section):
         """Processes of the trainer gang: one a GPU of its partition (on cpu: as many processes)."""
         count = self.cluster.gpus if self.loop.mode == "colocated_sync" else self.cluster.trainer_gpus
         return count or 0
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a model in one training step."""
+        return self.batch.minibatches * self.batch.epochs
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        return (self.loop.steps - self.algorithm.critic.warmup_steps) * self.updates_per_step
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps of the critic in the whole run, where there is one."""
+        return self.loop.steps * self.updates_per_step
 
     @property
     def engine_count(self) -> int:

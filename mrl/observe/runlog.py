@@ -12,6 +12,12 @@ from mrl.rollout.types import Group
 from mrl.stream.report import PushReport
 
 _ERRORS_SHOWN = 5
+_PROGRESS = (("reward", "reward/mean", 3), ("acc", "rollout/accuracy", 3), ("len", "rollout/response_length", 1),
+             ("logprob_diff", "rollout/logprob_diff", 4), ("grad", "actor/grad_norm", 3),
+             ("explained", "critic/explained_variance", 3))
+"""What the progress line shows of a step: label, metric, digits."""
+_TIMINGS = ("gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "sync",
+            "checkpoint")
 
 
 class RunLog:
@@ -44,21 +50,20 @@ class RunLog:
             self.say(f"step {step}: {missing} groups of the batch are missing, since rollout.filters left out "
                      f"{1 - values['filters/prompts_used']:.0%} of the prompts drawn, up to the limit of "
                      f"rollout.dynamic_sampling.max_gen_batches")
-        if "actor/grad_norm" not in values:
+        if "reward/mean" not in values:
             self.say(f"step {step}/{self.steps} trained nothing: no group was left | {values['timing/step']:.2f}s")
             return
-        if values["actor/update_skipped"]:
-            self.say(f"step {step}: the gradient was not finite, an update was skipped")
-        if values["rollout/logprob_diff"] > self.log.logprob_diff_alarm:
-            self.say(f"step {step}: trainer and engine disagree on log-probabilities by "
-                     f"{values['rollout/logprob_diff']:.3f} on average (log.logprob_diff_alarm = "
-                     f"{self.log.logprob_diff_alarm})")
-        parts = " ".join(f"{name} {values[f'timing/{name}']:.2f}" for name in (
-            "gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "update_actor", "sync", "checkpoint")
-            if values.get(f"timing/{name}", 0) >= 0.005)
-        self.say(f"step {step}/{self.steps} reward {values['reward/mean']:.3f} acc {values['rollout/accuracy']:.3f} "
-                 f"len {values['rollout/response_length']:.1f} logprob_diff {values['rollout/logprob_diff']:.4f} "
-                 f"grad {values['actor/grad_norm']:.3f} | {values['timing/step']:.2f}s = {parts}")
+        for model in ("actor", "critic"):
+            if values.get(f"{model}/update_skipped"):
+                self.say(f"step {step}: the gradient of the {model} was not finite, an update was skipped")
+        difference = values.get("rollout/logprob_diff", 0.0)  # absent where only the critic was trained
+        if difference > self.log.logprob_diff_alarm:
+            self.say(f"step {step}: trainer and engine disagree on log-probabilities by {difference:.3f} on average "
+                     f"(log.logprob_diff_alarm = {self.log.logprob_diff_alarm})")
+        shown = " ".join(f"{label} {values[name]:.{digits}f}" for label, name, digits in _PROGRESS if name in values)
+        parts = " ".join(f"{name} {values[f'timing/{name}']:.2f}" for name in _TIMINGS
+                         if values.get(f"timing/{name}", 0) >= 0.005)
+        self.say(f"step {step}/{self.steps} {shown} | {values['timing/step']:.2f}s = {parts}")
 
     def evaluation(self, groups: list[Group], config: Eval, seed: int) -> None:
         """Held-out results, under the step that asked for them, and the samples they come from."""

@@ -12,7 +12,7 @@ from mrl.reshard.families import FAMILIES, family_of
 from mrl.reshard.layout import Coord, ExpertCoord, Layout, expert_range
 from mrl.reshard.network import Network
 from mrl.reshard.params import (
-    GatherGroup, ParamPlan, chunk_prefix, duplicates, gather_groups, hf_tensors, is_expert,
+    GatherGroup, ParamPlan, chunk_prefix, duplicates, gather_groups, hf_tensors, is_expert, is_output,
     local_params,
 )
 from mrl.reshard.pieces import Piece
@@ -28,7 +28,7 @@ __all__ = [
     "GatherGroup", "Layout", "MlaSpec", "ModelSpec", "MoeKeys", "MoeSpec", "Network", "Outline", "ParamPlan", "Part",
     "Piece", "Rule", "Slice", "SliceOutline", "SyncOptions", "SyncPlan", "assemble_views", "chunk_prefix",
     "direct_views", "duplicates", "expert_range", "family_of", "gather_groups", "held_boxes", "hf_tensors",
-    "is_expert", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
+    "is_expert", "is_output", "layout_problems", "local_params", "model_spec", "pack_views", "plan_sync",
     "read_config", *_WITH_TORCH,
 ]
 

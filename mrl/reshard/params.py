@@ -89,6 +89,11 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_output(name: str) -> bool:
+    """Whether Megatron's name is that of the output layer's weight, in a critic of its value head's."""
+    return name.endswith("output_layer.weight")
+
+
 @dataclass(frozen=True, slots=True)
 class GatherGroup:
     """Ranks of one pipeline stage that hold some parameters between them, and once more on each replica.

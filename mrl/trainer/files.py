@@ -11,6 +11,8 @@ from mrl.config.load import is_hub_id
 from mrl.reshard import Coord, Layout
 
 META = "meta.json"
+CRITIC = "critic"
+"""Name of the folder with the critic in a checkpoint."""
 REFERENCE = "reference"
 """Name of the folder with the reference's weights in a checkpoint."""
 PARTIAL, REPLACED = ".tmp", ".old"
@@ -63,9 +65,14 @@ def experts_file(layout: Layout, coord: Coord) -> str:
     return f"experts_ep{at.ep}_etp{at.etp}_pp{coord.pp}.safetensors"
 
 
-def state_file(rank: int) -> str:
-    """Name of the file with a rank's optimizer shard and random state."""
-    return f"state_rank{rank}.pt"
+def optimizer_file(rank: int) -> str:
+    """Name of the file with a rank's optimizer shard."""
+    return f"optimizer_rank{rank}.pt"
+
+
+def random_file(rank: int) -> str:
+    """Name of the file with a rank's random state."""
+    return f"random_rank{rank}.pt"
 
 
 def read_meta(directory: Path) -> tuple[Layout, dict[str, Any]]:

@@ -14,6 +14,7 @@ from mrl.reshard import ModelSpec, is_expert
 from mrl.trainer import megatron_compat
 from mrl.trainer.parallel import Place
 from mrl.trainer.rope import inverse_frequencies
+from mrl.trainer.value_head import ValueHead
 
 
 def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dtype, te: bool) -> TransformerConfig:
@@ -133,10 +134,10 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, config: TransformerConfig,
-                 te: bool) -> list[GPTModel]:
+                 te: bool, value_head: bool = False) -> list[GPTModel]:
     """This rank's parts of the model, in training mode, their weights not yet loaded. Needs Megatron's parallel state.
 
-    One for each virtual pipeline stage, in order.
+    One for each virtual pipeline stage, in order. `value_head`: a critic, which ends in one value a token.
     """
     device = torch.cuda.current_device()
     frequencies = inverse_frequencies(hf_config).to(device)
@@ -150,11 +151,13 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
             max_sequence_length=spec.max_positions,
             pre_process=layout.has_embedding(place.coord, chunk),
             post_process=layout.has_output(place.coord, chunk),
-            share_embeddings_and_output_weights=spec.tied,
+            share_embeddings_and_output_weights=spec.tied and not value_head,
             position_embedding_type="rope",
             rotary_percent=spec.rotary_fraction,
             vp_stage=vp_stage,
         )
+        if value_head and model.post_process:
+            model.output_layer = ValueHead(config)
         megatron_compat.set_frequencies(model, frequencies)
         megatron_compat.gather_latents(model)
         model.to(device)  # Megatron makes the weights of routers and of shared experts' gates on the host

@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrl.config.schema import Optimizer as OptimizerSection
+from mrl.config.optimizer import Optimizer as OptimizerSection
 from mrl.trainer import megatron_compat
 
 

@@ -50,23 +50,28 @@ def parse_parallel(words: str) -> dict:
     return {**section, "sequence_parallel": True} if section.pop("sp", 0) else section
 
 
-def whole_gradients(trainer) -> dict[str, torch.Tensor]:
-    """Gradients by Hugging Face name, on the host, assembled from all ranks through the reshard rules. Collective."""
-    from mrl.reshard import chunk_prefix
+def whole_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients of a TrainedModel by Hugging Face name, on the host, assembled from all ranks through the reshard
+    rules; of a critic also "value_head", and zeros for the output layer that it does not have. Collective."""
+    from mrl.reshard import chunk_prefix, is_output, local_params
     from mrl.reshard.export import export_tensors
 
-    local = {}
-    for index, chunk in enumerate(trainer.chunks):
+    local, head = {plan.name: torch.zeros(plan.shape)
+                   for plan in local_params(model.spec, model.layout, model.coord, model.te)}, None
+    for index, chunk in enumerate(model.chunks):
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:  # after the reduce-scatter every rank holds only its shard of the sum
                 shards = list(bucket.grad_data.view(group.size(), -1))
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-        prefix = chunk_prefix(trainer.layout, index)
-        local |= {prefix + name: param.main_grad.cpu() for name, param in chunk.module.named_parameters()}
-    local |= {plan.name: torch.zeros(plan.shape) for plan in trainer.plans if plan.dtype}
+        for name, param in chunk.module.named_parameters():
+            if model.value_head and is_output(name):
+                head = param.main_grad.cpu()
+            else:
+                local[chunk_prefix(model.layout, index) + name] = param.main_grad.cpu()
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, local)
-    layout = trainer.layout
-    return dict(export_tensors(trainer.spec, layout, lambda coord, name: everyone[layout.rank(coord)][name],
-                               trainer.te))
+    dist.all_gather_object(everyone, (local, head))
+    layout = model.layout
+    whole = dict(export_tensors(model.spec, layout, lambda coord, name: everyone[layout.rank(coord)][0][name],
+                                model.te))
+    return {**whole, "value_head": everyone[-1][1]} if model.value_head else whole

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl.config.schema import Optimizer
+from mrl.config.optimizer import Optimizer
 from mrl.platform import get_platform
 
 

@@ -1,0 +1,30 @@
+"""The end of a critic: one number a token, in place of the projection onto the vocabulary."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ValueHead(torch.nn.Module):
+    """A linear map from the hidden state to one value, in fp32 whatever the model's dtype, the same on all tp ranks.
+
+    It starts at 0: the first values are 0 everywhere rather than noise, and no layout can change them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device()))
+        # A rank sees only its slice of the tokens then: Megatron sums the gradient over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
+        """[P or this rank's slice of P, 1, hidden] -> (values fp32 [P, 1, 1], no bias), as Megatron calls its own."""
+        values = F.linear(hidden.float(), self.weight)
+        if self.sequence_parallel:
+            # Every rank computes the same loss from all values: what comes back is split, not summed.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
