@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
 from typing import Any, Iterator, NamedTuple, Sequence
 
 from mrl.reshard.boxes import Box, numel, sizes

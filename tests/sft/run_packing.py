@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.gang import experiment, gang, whole_gradients
