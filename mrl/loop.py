@@ -8,6 +8,8 @@ for training. Only rank 0 talks to the rollout side (`rollouts`, `log`); on ever
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mrl.cluster.checkpoints import Checkpoints
 from mrl.cluster.gang import Orders, Scatter
 from mrl.config.schema import Experiment
@@ -18,8 +20,10 @@ from mrl.observe.runlog import RunLog
 from mrl.rollout.batch import check_versions, rollout_metrics
 from mrl.rollout.service import RolloutService
 from mrl.rollout.types import Group
-from mrl.stream.sync import WeightSync
-from mrl.trainer.trainer import Trainer
+
+if TYPE_CHECKING:  # what is tested around stand-ins needs no Megatron
+    from mrl.stream.sync import WeightSync
+    from mrl.trainer.trainer import Trainer
 
 
 class StepLoop:
