@@ -1,4 +1,4 @@
-"""The gang of trainer ranks as the launcher sees it: torchrun, started anew from the newest checkpoint when it fails."""
+"""The gang of trainer ranks as the launcher sees it: torchrun, started anew from the last checkpoint when it fails."""
 from __future__ import annotations
 
 import json

@@ -51,4 +51,5 @@ def _check_unused(exp: Experiment) -> Iterator[Problem]:
         value = reduce(getattr, parts, exp.algorithm)
         if value != reduce(getattr, parts, usual):
             yield Problem(key, str(value).lower(),
-                          f"nothing with algorithm.name {exp.algorithm.name}: there is no critic", "remove the key, or set algorithm.name: gae")
+                          f"nothing with algorithm.name {exp.algorithm.name}: there is no critic",
+                          "remove the key, or set algorithm.name: gae")

@@ -1,4 +1,4 @@
-"""The file of a supervised fine-tuning, as types. docs/sft.md explains its keys; `mrl.config.sft_checks` checks them."""
+"""The file of a supervised fine-tuning, as types. docs/sft.md explains its keys, `mrl.config.sft_checks` checks."""
 from __future__ import annotations
 
 from typing import Literal, Optional

@@ -59,7 +59,8 @@ def test_http_one_request_a_prompt():
     results, asked, _ = ask(lambda path, body, n: {"scores": [1, 0.5, -2.0]}, SAMPLES, **HTTP)
     assert [result.reward for result in results] == [1.0, 0.5, -2.0] and not any(result.error for result in results)
     assert [body for _, body, _ in asked] == [{
-        "prompt": [{"role": "user", "content": "1+1?"}], "responses": ["2", "3", "4"], "answer": "2", "row": {"level": 3}}]
+        "prompt": [{"role": "user", "content": "1+1?"}], "responses": ["2", "3", "4"], "answer": "2",
+        "row": {"level": 3}}]
 
 
 def test_the_key_of_the_server_is_sent_and_must_be_there(monkeypatch):

@@ -43,7 +43,8 @@ def test_programs_read_and_print(at_each_level):
 
 
 def test_functions_and_methods_are_called(at_each_level):
-    assert at_each_level.call("def f(a, b):\n    print('noise')\n    return a, [b]", "f", [1, "x"]) == (True, [1, ["x"]])
+    chatty = "def f(a, b):\n    print('noise')\n    return a, [b]"
+    assert at_each_level.call(chatty, "f", [1, "x"]) == (True, [1, ["x"]])
     assert at_each_level.call("class Solution:\n    def f(self, a):\n        return {'a': a}", "f", [None]) == (
         True, {"a": None})
     assert at_each_level.call("def g():\n    pass", "f", []) == (False, None)
@@ -94,8 +95,8 @@ def test_the_machine_is_out_of_reach(sandbox, attempt, tmp_path, monkeypatch):
 def test_the_scratch_directory_is_empty_writable_and_bounded(sandbox):
     if sandbox.level != "namespaces":
         pytest.skip(f"not allowed on this machine: {sandbox.reason}")
-    assert sandbox.output("import os\nprint(os.listdir('.'))\nopen('a', 'w').write('1')\nprint(open('a').read())", "") == (
-        "[]\n1\n")
+    writer = "import os\nprint(os.listdir('.'))\nopen('a', 'w').write('1')\nprint(open('a').read())"
+    assert sandbox.output(writer, "") == "[]\n1\n"
     assert sandbox.output("for i in range(20):\n    open(str(i), 'w').write('x' * (1 << 20))", "") is None
 
 
@@ -104,7 +105,8 @@ def test_a_program_dies_with_the_process_that_runs_it(tmp_path):
     marker = f"MARKER{os.getpid()}parent"
     source = ("from mrl.reward.sandbox import Limits, Sandbox\n"
               "sandbox = Sandbox(Limits(60.0, 256, 2, 8))\nprint('ready', flush=True)\n"
-              f"sandbox.output('import os, time\\nos.execve(\"/bin/sleep\", [\"sleep\", \"60\"], {{\"X\": \"{marker}\"}})', '')")
+              "sandbox.output('import os, time\\nos.execve(\"/bin/sleep\", [\"sleep\", \"60\"], '\n"
+              f"               '{{\"X\": \"{marker}\"}})', '')")
     parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert parent.stdout.readline() == "ready\n"
     deadline = time.monotonic() + 30
