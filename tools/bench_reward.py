@@ -3,8 +3,9 @@
     python tools/bench_reward.py [--processes 2] [--groups 500] [--samples 16]
 
 Responses are short solutions whose answers are written in the forms that models write: whole numbers, decimals,
-fractions, units, percentages, and (one in eight) expressions that only the computer-algebra system can compare. Groups are scored
-as a rollout worker does it, all at once. Prints the rate of each of several rounds, and of each form by itself.
+fractions, units, percentages, and (one in eight) expressions that only the computer-algebra system can compare. Groups
+are scored as a rollout worker does it, all at once. Prints the rate of each of several rounds, and of each form by
+itself.
 """
 from __future__ import annotations
 
