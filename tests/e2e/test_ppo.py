@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.runs import MRL, assert_nothing_left, finish, rows, start
 
 pytestmark = pytest.mark.slow
-STEPS, WARMUP = 40, 5
+STEPS, WARMUP = 50, 5
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def ppo(warm_start, tmp_path_factory) -> SimpleNamespace:
 
 def test_held_out_accuracy_rises(ppo):
     before, after = (ppo.evals[index]["eval/mean@1"] for index in (0, -1))
-    assert after - before >= 0.10, f"{before:.3f} -> {after:.3f}"
+    assert after - before >= 0.15, f"{before:.3f} -> {after:.3f}"
 
 
 def test_the_critic_learns_first_and_comes_to_explain_returns(ppo):
@@ -32,7 +32,7 @@ def test_the_critic_learns_first_and_comes_to_explain_returns(ppo):
     assert ppo.steps[0]["critic/value"] == 0.0
     assert all("timing/values" in step and "timing/update_critic" in step for step in ppo.steps)
     explained = [step["critic/explained_variance"] for step in ppo.steps]
-    assert sum(explained[-5:]) / 5 > 0.1, explained
+    assert sum(explained[-10:]) / 10 > 0.02 > sum(explained[:10]) / 10, explained
 
 
 def test_the_checkpoint_holds_both_and_nothing_is_left_running(ppo):
