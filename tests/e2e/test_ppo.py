@@ -22,7 +22,7 @@ def ppo(warm_start, tmp_path_factory) -> SimpleNamespace:
 
 
 def test_held_out_accuracy_rises(ppo):
-    before, after = (ppo.evals[index]["eval/mean@1"] for index in (0, -1))
+    before, after = (ppo.evals[index]["eval/heldout/acc/mean@1"] for index in (0, -1))
     assert after - before >= 0.15, f"{before:.3f} -> {after:.3f}"
 
 
