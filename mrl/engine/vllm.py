@@ -74,7 +74,7 @@ class VllmServer(HttpServer):
 
     async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
         answer = await self.post("/v1/completions", {
-            "model": MODEL_NAME, "prompt": token_ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0})
+            "model": MODEL_NAME, "prompt": token_ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0})
         # One mapping a token, from the token's id to about it; none for the first.
         entries = answer["choices"][0]["prompt_logprobs"]
         return [entry and entry[str(token)]["logprob"] for token, entry in zip(token_ids, entries, strict=True)]
