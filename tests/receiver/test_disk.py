@@ -56,6 +56,21 @@ def test_a_file_holds_the_tensors_by_name_and_reaches_every_worker_bit_for_bit(t
     assert torch.equal(held["up.weight[2:5,0:4]"].view(-1), values(dtype)[6:18])
 
 
+def test_a_file_of_bytes_holds_tensors_of_their_own_dtypes(tmp_path):
+    sender, worker = Link(tmp_path, 2).ranks
+    parts = (Part("w", (4, 8), ((0, 4), (0, 8)), 0, "float8_e4m3fn"),
+             Part("w_scale_inv", (3,), ((1, 3),), 32, "float32"))
+    sent, flat = torch.arange(40, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    arriving = worker.broadcast(flat, soon())
+    sender.broadcast(sent, soon(), Label("8/0", parts)).wait(soon())
+    arriving.wait(soon())
+    assert torch.equal(flat, sent)
+    held = load_file(tmp_path / "8/0.safetensors")
+    assert {name: tensor.dtype for name, tensor in held.items()} == {
+        "w": torch.float8_e4m3fn, "w_scale_inv[1:3]": torch.float32}
+    assert torch.equal(held["w_scale_inv[1:3]"].view(torch.uint8), sent[32:])
+
+
 def test_engines_share_a_file(tmp_path):
     store = dist.HashStore()
     links = [Link(tmp_path, 2, f"link/{engine}", store) for engine in range(2)]
