@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 CONFIG = DeepseekV3Config(
     **COMMON, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
     num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-    first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc",
-    scoring_func="sigmoid", moe_layer_freq=1,
+    first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32,
+    topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
     rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64,
                      "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0})
 

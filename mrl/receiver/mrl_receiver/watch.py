@@ -128,8 +128,8 @@ def require_plain(seen: Mapping[str, Optional[Seen]], module: nn.Module, refresh
     """
     unseen = [name for name, one in seen.items() if one is None]
     if unseen:
-        raise RuntimeError(f"{unseen[0] or 'the model'} (of {len(unseen)}): what this engine makes of its weights after "
-                           "loading them is not known to mrl, so a sync might not reach what it computes with; "
+        raise RuntimeError(f"{unseen[0] or 'the model'} (of {len(unseen)}): what this engine makes of its weights "
+                           "after loading them is not known to mrl, so a sync might not reach what it computes with; "
                            f"{remedy}")
     with torch.no_grad(), Watch(module) as watch:
         refresh()
