@@ -10,8 +10,8 @@ LONGEST = ("e2e", "stream-vllm", "stream-sglang", "trainer", "stream", "receiver
 
 
 def group_of(nodeid: str) -> str:
-    """The test's folder, and in tests/stream the engine that it shares with others."""
-    folder = nodeid.partition("/")[0]
+    """The test's folder (its file, where it is in none), and in tests/stream the engine that it shares with others."""
+    folder = nodeid.partition("::")[0].partition("/")[0]
     engine = re.search(r"\[(vllm|sglang)\b", nodeid)
     return f"{folder}-{engine[1]}" if folder == "stream" and engine else folder
 

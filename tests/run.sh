@@ -4,5 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export MRL_HOME=${MRL_HOME:-$PWD/.mrl}
 bash launch/setup.sh trainer tests vllm sglang
-# Two processes, for two cores; whole groups of tests go to either, in the order of tests/conftest.py. -n 0: one.
+# Two processes, for two cores; tests/conftest.py says what stays together and begins first. -n 0: one process.
 exec "$MRL_HOME/trainer/bin/python" -m pytest tests -n 2 --no-loadscope-reorder "$@"

@@ -79,8 +79,7 @@ def processes_of(log: Path) -> list[str]:
 
 
 def wait_alive(process: subprocess.Popen, log: Path, *names: str, timeout_s: float = 600) -> None:
-    """Until for each pattern in `names` there is a process with such a command line, as `assert_nothing_left` sees it.
-    """
+    """Until each of `names`, patterns, is in the command line of a process that `assert_nothing_left` would see."""
     deadline, alive = time.monotonic() + timeout_s, processes_of(log)
     while not all(any(re.search(name, command) for command in alive) for name in names):
         assert process.poll() is None, f"the run ended before all of {names} were there\n{log.read_text()[-4000:]}"
