@@ -16,8 +16,16 @@ def group_of(nodeid: str) -> str:
     return f"{folder}-{engine[1]}" if folder == "stream" and engine else folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked long too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest groups first; without --all no test that is marked long."""
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: needs --all"))
     items.sort(key=lambda item: LONGEST.index(group) if (group := group_of(item.nodeid)) in LONGEST else len(LONGEST))
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.long)])
 def distilled(request, warm_start, home, tmp_path_factory):
     """The run directory; the teacher's engine is the parameter, the student's is vLLM."""
     python = home / request.param / "bin" / "python"
