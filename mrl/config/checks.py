@@ -36,7 +36,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None,
     wanted = _partitions(exp)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_batch(exp),
                 *_check_sampling(exp), *check_algorithm(exp), *_check_optimizer(exp), *_check_engines(exp),
-                *_check_engine_split(exp),
+                *_check_engine_split(exp, visible_gpus),
                 *_check_shared_memory(exp, visible_gpus), *_check_transport(exp, visible_gpus),
                 *_check_reward(exp)]
     if exp.eval.every and exp.data.eval is None:
@@ -54,7 +54,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *_check_engine_split(exp), *_check_reward(exp)]
+                *_check_engine_split(exp, visible_gpus), *_check_reward(exp)]
     if exp.data.eval is None:
         problems.append(Problem("data.eval", "null", "a file of held-out prompts to evaluate on",
                                 "for example data.eval=heldout.jsonl"))
@@ -183,7 +183,7 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
                           f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
 
 
-def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
+def _check_engine_split(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
     """The sizes of one engine against each other, and against what its server can do."""
     parallel, engine, tp = exp.rollout.parallel, exp.rollout.engine, exp.rollout.parallel.tp
     for name in ("ep", "dp"):
@@ -194,6 +194,9 @@ def _check_engine_split(exp: Experiment) -> Iterator[Problem]:
         yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with rollout.engine vllm: what the workers of "
                       "further replicas answer never leaves its server, so their weights could not be checked",
                       "use 1 and more engines (a smaller rollout.parallel.tp), or rollout.engine: sglang")
+    if engine == "sglang" and parallel.dp > 1 and resolved_device(exp, visible_gpus) == "cpu":
+        yield Problem("rollout.parallel.dp", str(parallel.dp), "1 with cluster.device cpu, where SGLang's attention has no "
+                      "data parallelism", "use 1, or GPUs")
     if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
         yield Problem("rollout.parallel.ep", str(parallel.ep), f"1 or rollout.parallel.tp ({tp}) with rollout.engine "
                       "vllm, which deals experts out over all GPUs of an engine", "use one of them, or rollout.engine: "
@@ -276,7 +279,7 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
     if cuts:
         yield from _check_experts(exp, spec)
     against_each = {key: lambda size, cut=cut: layout_problems(spec, cut(size)) for key, cut in cuts.items()}
-    if not [*_check_engine_split(exp)]:
+    if not any(exp.rollout.parallel.tp % size for size in (exp.rollout.parallel.ep, exp.rollout.parallel.dp)):
         against_each |= _engine_cuts(exp.rollout.parallel, spec)
     found: set[str] = set()
     for key, against in against_each.items():
