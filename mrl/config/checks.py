@@ -45,12 +45,12 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
         critic_config: config.json of `algorithm.critic.path`, likewise.
     """
-    wanted = _partitions(exp)
+    wanted, device = _partitions(exp), resolved_device(exp, visible_gpus)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *check_critic(exp),
-                *_check_optimizers(exp), *_check_engines(exp), *_check_engine_split("rollout", exp.rollout),
-                *(_check_engine_split("teacher", exp.teacher) if exp.teacher else ()),
-                *check_quantization(exp, resolved_device(exp, visible_gpus)), *_check_shared_memory(exp, visible_gpus),
+                *_check_optimizers(exp), *_check_engines(exp), *_check_engine_split("rollout", exp.rollout, device),
+                *(_check_engine_split("teacher", exp.teacher, device) if exp.teacher else ()),
+                *check_quantization(exp, device), *_check_shared_memory(exp, visible_gpus),
                 *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
@@ -67,7 +67,7 @@ def check_evaluation(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     """
     wanted = _partitions(exp)[-1:]
     problems = [*_check_counts(exp, wanted), *_check_devices(exp, wanted, visible_gpus), *_check_engines(exp),
-                *_check_engine_split("rollout", exp.rollout), *check_rewards(exp)]
+                *_check_engine_split("rollout", exp.rollout, resolved_device(exp, visible_gpus)), *check_rewards(exp)]
     if not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", "at least one held-out data set to evaluate on", _ADD_DATASET))
     if hf_config is not None:
@@ -202,8 +202,9 @@ def _check_engines(exp: Experiment) -> Iterator[Problem]:
                           f"{OWNED_FLAGS[exp.rollout.engine][flag]}", "remove it")
 
 
-def _check_engine_split(key: str, section: Rollout | Teacher) -> Iterator[Problem]:
-    """The sizes of one engine against each other, and against what its server can do. `key`: the section's."""
+def _check_engine_split(key: str, section: Rollout | Teacher, device: str) -> Iterator[Problem]:
+    """The sizes of one engine against each other, and against what its server can do on `device`. `key`: the section's.
+    """
     parallel, engine, tp = section.parallel, section.engine, section.parallel.tp
     for name in ("ep", "dp"):
         if tp % getattr(parallel, name):
@@ -213,6 +214,9 @@ def _check_engine_split(key: str, section: Rollout | Teacher) -> Iterator[Proble
         yield Problem(f"{key}.parallel.dp", str(parallel.dp), f"1 with {key}.engine vllm: what the workers of "
                       "further replicas answer never leaves its server, so their weights could not be checked",
                       f"use 1 and more engines (a smaller {key}.parallel.tp), or {key}.engine: sglang")
+    if engine == "sglang" and parallel.dp > 1 and device == "cpu":
+        yield Problem(f"{key}.parallel.dp", str(parallel.dp), "1 with cluster.device cpu, where SGLang's attention has "
+                      "no data parallelism", "use 1, or GPUs")
     if engine == "vllm" and tp % parallel.ep == 0 and parallel.ep not in (1, tp):
         yield Problem(f"{key}.parallel.ep", str(parallel.ep), f"1 or {key}.parallel.tp ({tp}) with {key}.engine "
                       f"vllm, which deals experts out over all GPUs of an engine", f"use one of them, or {key}.engine: "
@@ -286,8 +290,9 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
     if critic_config is not None:
         yield from check_critic_model(exp, spec, critic_config)
     against_each = against(spec, cuts)
-    if not [*_check_engine_split("rollout", exp.rollout)]:
-        against_each |= _engine_cuts(exp.rollout.parallel, spec)
+    parallel = exp.rollout.parallel
+    if not any(parallel.tp % size for size in (parallel.ep, parallel.dp)):
+        against_each |= _engine_cuts(parallel, spec)
     problems = [*check_cuts(exp, against_each)]
     yield from problems
     if cuts and exp.rollout.quantization and not problems:  # engines that only evaluate have none

@@ -68,7 +68,7 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_
 def test_an_engine_is_split_as_it_can_be(experiment_file, hf_config, engine, sizes, key, words):
     gpus = sizes.split(",")[0].split()[1]
     problems = found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
-                     f"cluster.rollout_gpus={gpus}")
+                     f"cluster.rollout_gpus={gpus}", "cluster.device=cuda")
     assert words in problems[key] and [name for name in problems if name.startswith("rollout.parallel")] == [key]
 
 
@@ -78,7 +78,13 @@ def test_an_engine_is_split_as_it_can_be(experiment_file, hf_config, engine, siz
 def test_engines_of_experts(experiment_file, hf_config, engine, sizes):
     gpus = sizes.split(",")[0].split()[1]
     assert found(experiment_file, {**hf_config, **MOE}, f"rollout.engine={engine}", f"rollout.parallel={sizes}",
-                 "trainer.parallel.sequence_parallel=true", f"cluster.rollout_gpus={gpus}") == {}
+                 "trainer.parallel.sequence_parallel=true", f"cluster.rollout_gpus={gpus}", "cluster.device=cuda") == {}
+
+
+def test_attention_is_not_repeated_on_the_cpu(experiment_file, hf_config):
+    problems = found(experiment_file, hf_config, "rollout.engine=sglang", "rollout.parallel={tp: 2, dp: 2}",
+                     "cluster.rollout_gpus=2")
+    assert "1 with cluster.device cpu" in problems["rollout.parallel.dp"]
 
 
 def test_a_model_without_experts_has_none_to_deal_out(experiment_file, hf_config):

@@ -73,13 +73,13 @@ def bench_tp2(request, ray_address, model, tmp_path_factory):
     yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address)
 
 
-@pytest.fixture(scope="module", params=[("sglang", {"tp": 2, "ep": 2, "dp": 2}), ("vllm", {"tp": 2, "ep": 2})],
-                ids=lambda param: param[0])
+@pytest.fixture(scope="module", params=sorted(SERVERS))
 def bench_experts(request, ray_address, tmp_path_factory):
     """Experts dealt out over two workers; it serves the weights of the model directory from the start."""
-    (engine, sizes), model = request.param, make_model(tmp_path_factory.mktemp("experts") / "model", EXPERTS)
-    experiment = make_experiment(model, engine_python(engine), sync={"verify_every": 1}, cluster={"rollout_gpus": 2},
-                                 rollout={"engine": engine, "parallel": sizes})
+    model = make_model(tmp_path_factory.mktemp("experts") / "model", EXPERTS)
+    experiment = make_experiment(model, engine_python(request.param), sync={"verify_every": 1},
+                                 rollout={"engine": request.param, "parallel": {"tp": 2, "ep": 2}},
+                                 cluster={"rollout_gpus": 2})
     yield from running(experiment, model, tmp_path_factory.mktemp("run"), ray_address, load_weights=True)
 
 

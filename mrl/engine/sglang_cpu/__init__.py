@@ -10,7 +10,8 @@ what stands in here are a few names that it takes without asking whether they ex
     - declares two operators of torchvision. Its wheel is built for CUDA and they do not load beside a CPU build of
       torch, but importing it wants them declared; nothing calls them;
     - puts a torch version in place of the Triton kernel that seeded sampling hashes with;
-    - has SGLang's experts in torch pass over those of other workers, so that experts can be dealt out.
+    - has SGLang's experts in torch pass over those of other workers, so that experts can be dealt out;
+    - has MLA computed with absorbed weights, for prompts too.
 
 Requirements: launch/requirements/sglang_cpu.txt.
 """

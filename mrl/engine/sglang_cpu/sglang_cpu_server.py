@@ -44,6 +44,16 @@ def without_others_experts(forward, layer: torch.nn.Module, hidden: torch.Tensor
                                                   topk_weights=chosen.topk_weights.masked_fill(away, 0.0)), config)
 
 
+def absorbed_for_torch(get_handler, registry, backend: str):
+    """Around SGLang's choice of how to compute MLA. The way that it takes for prompts by default does not fit the cache
+    of attention in torch, which holds latents; the one with absorbed weights does."""
+    if backend != "torch_native":
+        return get_handler(registry, backend)
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    return lambda *_: AttnForwardMethod.MLA
+
+
 def stand_in() -> None:
     """In this process, declare torchvision's operators where its own do not load, and put torch code in place of what
     does not work on a CPU."""
@@ -58,6 +68,9 @@ def stand_in() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", without_others_experts,
                           HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        absorbed_for_torch, HookType.AROUND)
 
 
 if __name__ in ("__main__", "__mp_main__"):
