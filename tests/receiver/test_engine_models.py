@@ -34,7 +34,7 @@ CONFIG = DeepseekV3Config(
 
 
 JOINED = {"vllm": (), "sglang": ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")}
-"""By engine, endings of the names of tensors that its loader joins before it copies them: they go through the loader."""
+"""By engine, ends of the names of tensors that its loader joins before it copies them: they go through the loader."""
 
 
 def noise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
