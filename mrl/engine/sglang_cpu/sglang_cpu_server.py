@@ -38,10 +38,16 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
 
 def without_others_experts(forward, layer: torch.nn.Module, hidden: torch.Tensor, chosen, config) -> torch.Tensor:
     """Around SGLang's experts in torch, which know no others than a worker's own: those of other workers (-1) count as
-    its first one, with weight 0. chosen: a named tuple with topk_ids and topk_weights, [tokens, top k]."""
+    its first one, with weight 0. chosen: a named tuple with topk_ids and topk_weights, [tokens, top k].
+
+    One choice of each token at a time, because no token may have an expert twice.
+    """
     away = chosen.topk_ids < 0
-    return forward(layer, hidden, chosen._replace(topk_ids=chosen.topk_ids.masked_fill(away, 0),
-                                                  topk_weights=chosen.topk_weights.masked_fill(away, 0.0)), config)
+    if not away.any():
+        return forward(layer, hidden, chosen, config)
+    ids, weights = chosen.topk_ids.masked_fill(away, 0), chosen.topk_weights.masked_fill(away, 0.0)
+    return sum(forward(layer, hidden, chosen._replace(topk_ids=ids[:, [k]], topk_weights=weights[:, [k]]), config)
+               for k in range(ids.shape[1]))
 
 
 def absorbed_for_torch(get_handler, registry, backend: str):
