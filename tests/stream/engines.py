@@ -43,6 +43,7 @@ def engine_python(engine: str) -> str:
 def start_ray() -> Iterator[str]:
     """A Ray on this machine; yields the address under which other processes join it."""
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # engines are no less urgent than whatever else is being tested
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     ray.init(num_cpus=2, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR",
              runtime_env={"env_vars": {"PYTHONPATH": path}})
