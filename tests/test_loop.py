@@ -20,6 +20,7 @@ from mrl.rollout.worker import RolloutWorker
 from mrl.stream.report import PushReport
 from tests.e2e.runs import rows, trajectories
 from tests.rollout.experiments import experiment
+from tests.some_ray import some_ray
 from tests.test_learner import Scatter
 from tests.test_learner import Trainer as Learning
 from tools.make_quickstart import make_model, make_tokenizer
@@ -94,24 +95,23 @@ def run(tmp_path_factory):
     (folder / "train.jsonl").write_text("".join(problems))
     common = {"model": {"path": str(folder)}, "data": {"train": str(folder / "train.jsonl")},
               "reward": {"kind": "exact"}, "batch": {"samples_per_prompt": 4}}
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    gate = ray.remote(num_cpus=0, max_concurrency=100)(Gate).options(name=NAME).remote()
-    worker = ray.remote(num_cpus=0, max_concurrency=100)(RolloutWorker).remote(experiment(**common), find_engines)
-    ray.get(worker.prepare.remote(("train",)))
+    with some_ray():
+        gate = ray.remote(num_cpus=0, max_concurrency=100)(Gate).options(name=NAME).remote()
+        worker = ray.remote(num_cpus=0, max_concurrency=100)(RolloutWorker).remote(experiment(**common), find_engines)
+        ray.get(worker.prepare.remote(("train",)))
 
-    def run_loop(run_dir: Path, attempt: int = 0, **sections) -> None:
-        exp = experiment(**common, **{"loop": {"steps": STEPS}, **sections})
-        ray.get(gate.serve.remote(Version(0, 0)))
-        service = RolloutService(exp, [worker], [gate], attempt, kinds=("train",))
-        run_dir.mkdir(exist_ok=True)
-        log = RunLog(run_dir, Log(tensorboard=False, trajectories_per_step=100), STEPS, attempt)
-        StepLoop(exp, Trainer(), Sync(gate), Orders(), Scatter(), Checkpoints(run_dir, Checkpoint(every=2), STEPS),
-                 service, log, attempt).run()
-        service.close()
-        log.close()
+        def run_loop(run_dir: Path, attempt: int = 0, **sections) -> None:
+            exp = experiment(**common, **{"loop": {"steps": STEPS}, **sections})
+            ray.get(gate.serve.remote(Version(0, 0)))
+            service = RolloutService(exp, [worker], [gate], attempt, kinds=("train",))
+            run_dir.mkdir(exist_ok=True)
+            log = RunLog(run_dir, Log(tensorboard=False, trajectories_per_step=100), STEPS, attempt)
+            StepLoop(exp, Trainer(), Sync(gate), Orders(), Scatter(), Checkpoints(run_dir, Checkpoint(every=2), STEPS),
+                     service, log, attempt).run()
+            service.close()
+            log.close()
 
-    yield run_loop
-    ray.shutdown()
+        yield run_loop
 
 
 def groups(run_dir: Path) -> list[list[int]]:

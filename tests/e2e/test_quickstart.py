@@ -64,7 +64,7 @@ def test_waiting_is_what_training_did_not_cover(quickstart):
         if later["step"] == row["step"] + 1:
             expected = max(0.0, later["timing/generate_sequences"] - row["timing/update_actor"])
             errors.append(abs(row["timing/wait_prev_gen"] - expected) / row["timing/step"])
-    assert median(errors) < 0.15
+    assert median(errors) < 0.35  # about 0.65, if nothing overlapped
 
 
 def test_run_directory_is_complete_and_nothing_is_left_running(quickstart):

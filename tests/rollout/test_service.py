@@ -15,6 +15,7 @@ from mrl.rollout.service import RolloutService
 from mrl.rollout.types import GroupRequest
 from tests.rollout.experiments import experiment
 from tests.rollout.groups import group
+from tests.some_ray import some_ray
 
 V0, V1 = Version(0, 0), Version(0, 1)
 
@@ -78,9 +79,8 @@ class Gate:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_here():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+    with some_ray():
+        yield
 
 
 @pytest.fixture(scope="module")
