@@ -13,7 +13,9 @@ STEPS = 60
 ALGORITHMS = {
     "rloo": ["algorithm.name=rloo"],
     "reinforce_plus_plus": ["algorithm.name=reinforce_plus_plus"],
-    "gspo": ["algorithm.policy_loss=gspo", "algorithm.aggregation=sequence_mean"],
+    # A sequence's ratio moves less than a token's: PPO's bounds would not hold it at all.
+    "gspo": ["algorithm.policy_loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.clip.low=0.03",
+             "algorithm.clip.high=0.04"],
     "cispo": ["algorithm.policy_loss=cispo"],
     "dapo": ["algorithm.clip.high=0.28", "rollout.filters.zero_variance=true", "rollout.oversample=8",
              "reward.overlong.buffer_tokens=2"],
