@@ -1,6 +1,7 @@
 """What all kinds of reward share: the sample they judge, the grade they give, and the class they are."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class Grade(NamedTuple):
     extracted: str | None = None
 
 
-class Grader:
+class Grader(ABC):
     """One part of the reward, made once in each process that scores, from the part's keys.
 
     Nothing in a grader bounds its time or catches its errors: that is done by whoever runs it.
@@ -42,13 +43,13 @@ class Grader:
     def check(self, answer: Any, row: Mapping[str, Any]) -> None:
         """Raise ValueError unless responses can be compared with this reference answer."""
 
+    @abstractmethod
     def grade(self, sample: Sample) -> Grade:
         """Score one response."""
-        raise NotImplementedError
 
     def grade_batch(self, samples: list[Sample]) -> list[Any]:
-        """Score all responses to one prompt at once; only asked of kinds whose parts can be a batch."""
-        raise NotImplementedError
+        """Score all responses to one prompt at once. TypeError for kinds whose parts cannot be a batch."""
+        raise TypeError(f"{type(self).__name__} scores one response at a time")
 
     def warnings(self) -> list[str]:
         """What the user should know about how this grader runs here."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class ServerFault(Exception):
         self.fault = fault
 
 
-class RemotePart:
+class RemotePart(ABC):
     """One part that asks a server; the kinds say how."""
 
     def __init__(self, name: str, part: Server):
@@ -51,9 +52,9 @@ class RemotePart:
             raise RewardError(f"reward.parts.{self._name}.url {self._part.url} does not answer "
                               f"({type(error).__name__}: {error}): start the server first, or correct it") from error
 
+    @abstractmethod
     async def grade(self, samples: Sequence[Sample]) -> list[Reply]:
         """One reply for each of the responses to one prompt."""
-        raise NotImplementedError
 
     async def _one_by_one(self, samples: Sequence[Sample],
                           score: Callable[[aiohttp.ClientSession, Sample], Awaitable[Any]]) -> list[Reply]:

@@ -67,8 +67,8 @@ def stand_in() -> None:
     try:
         torch.ops.load_library(os.path.join(folder, "_C.so"))
     except OSError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in ("torchvision::nms", "torchvision::qnms"):
+            torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
