@@ -4,7 +4,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 
 import torch
 
@@ -19,8 +19,20 @@ class Hub:
     """
 
     def __init__(self):
-        self.letters: dict[tuple, queue.Queue] = defaultdict(queue.Queue)
+        self.lock = threading.Lock()
+        self.boxes: dict[tuple, queue.Queue] = {}
         self.under_way: Counter[int] = Counter()  # transfers that still have to read a buffer, by address
+
+    def letters(self, name: str, sender: int, receiver: int) -> queue.Queue:
+        """What is on its way between two ranks. Both may ask first, so that only one of them may make it."""
+        with self.lock:
+            return self.boxes.setdefault((name, sender, receiver), queue.Queue())
+
+    def reads(self, flat: torch.Tensor, change: int) -> int:
+        """Count transfers that have to read a buffer; how many there are now."""
+        with self.lock:
+            self.under_way[flat.data_ptr()] += change
+            return self.under_way[flat.data_ptr()]
 
     def connect(self, meeting: Meeting, deadline: float) -> MemoryTransport:
         return MemoryTransport(self, meeting)
@@ -34,13 +46,12 @@ def spoil(flat: torch.Tensor) -> None:
 class _Sent:
     def __init__(self, hub: Hub, flat: torch.Tensor):
         self.hub, self.flat, self.taken = hub, flat, threading.Event()
-        hub.under_way[flat.data_ptr()] += 1
+        hub.reads(flat, 1)
 
     def wait(self, deadline: float) -> None:
         if not self.taken.wait(max(0.0, deadline - time.monotonic())):
             raise LinkError("timed out")
-        self.hub.under_way[self.flat.data_ptr()] -= 1
-        if not self.hub.under_way[self.flat.data_ptr()]:
+        if not self.hub.reads(self.flat, -1):
             spoil(self.flat)
 
 
@@ -68,11 +79,11 @@ class MemoryTransport:
 
     def send(self, flat: torch.Tensor, peer: int, deadline: float) -> _Sent:
         sent = _Sent(self.hub, flat)
-        self.hub.letters[self.name, self.rank, peer].put(sent)
+        self.hub.letters(self.name, self.rank, peer).put(sent)
         return sent
 
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Coming:
-        return _Coming(flat, self.hub.letters[self.name, peer, self.rank])
+        return _Coming(flat, self.hub.letters(self.name, peer, self.rank))
 
     def broadcast(self, flat: torch.Tensor, deadline: float):
         if self.rank:
@@ -87,5 +98,5 @@ class MemoryTransport:
 
     def close(self) -> None:
         for peer in range(self.world_size):
-            self.hub.letters[self.name, self.rank, peer].put(None)
-            self.hub.letters[self.name, peer, self.rank].put(None)
+            self.hub.letters(self.name, self.rank, peer).put(None)
+            self.hub.letters(self.name, peer, self.rank).put(None)
