@@ -294,13 +294,20 @@ class EngineServer:
                 self._state, self._why_closed = before
 
     async def _transfer(self, request: SyncRequest, drained: float, deadline: float) -> SyncResult:
-        replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)
+        # Nothing is sampled behind the closed gate, so that the cache may be emptied at any time before it opens; asked
+        # for now, that costs no time of its own.
+        emptied = asyncio.create_task(self._server.reset_prefix_cache(deadline - time.monotonic() + RPC_MARGIN_S))
+        try:
+            replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)
+        except BaseException:
+            emptied.cancel()
+            raise
         unverified: tuple[str, ...] = ()
         if request.verify:
             if problems := coverage_problems(self._plan.tensors, replies, replies[0]["expected"]):
                 raise SyncError(f"verification failed: {summary(problems)}")
             unverified = tuple(sorted({name for reply in replies for name in reply["opaque"]}))
-        await self._server.reset_prefix_cache(max(1.0, deadline - time.monotonic()))
+        await emptied
         slowest = {key: max(reply[key] for reply in replies) for key in ("receive_s", "apply_s")}
         return SyncResult(verified=request.verify, drain_s=drained, unverified=unverified, **slowest)
 

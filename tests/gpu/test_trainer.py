@@ -34,7 +34,8 @@ def models(gpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "layouts"), [(1, ["tp=1"]), (2, [
-    "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2", "tp=2,sp=1,ep=2", "tp=2,sp=1,etp=2"])],
+    "tp=2", "tp=2,sp=1", "pp=2", "pp=2,vpp=2", "tp=2,sp=1,ep=2", "tp=2,sp=1,etp=2", "cp=2",
+    "cp=2,ep=2"])],
                          ids=["1gpu", "2gpus"])
 def test_equal_to_transformers(gpus, models, ranks, layouts):
     gpus(ranks)

@@ -1,7 +1,6 @@
 """A transport between threads that is as unkind as the contract allows, for tests of what may be done with a buffer."""
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import Counter
@@ -20,13 +19,13 @@ class Hub:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.boxes: dict[tuple, queue.Queue] = {}
+        self.boxes: dict[tuple, Box] = {}
         self.under_way: Counter[int] = Counter()  # transfers that still have to read a buffer, by address
 
-    def letters(self, name: str, sender: int, receiver: int) -> queue.Queue:
+    def letters(self, name: str, sender: int, receiver: int) -> Box:
         """What is on its way between two ranks. Both may ask first, so that only one of them may make it."""
         with self.lock:
-            return self.boxes.setdefault((name, sender, receiver), queue.Queue())
+            return self.boxes.setdefault((name, sender, receiver), Box())
 
     def reads(self, flat: torch.Tensor, change: int) -> int:
         """Count transfers that have to read a buffer; how many there are now."""
@@ -36,6 +35,37 @@ class Hub:
 
     def connect(self, meeting: Meeting, deadline: float) -> MemoryTransport:
         return MemoryTransport(self, meeting)
+
+
+class Box:
+    """Letters from one rank to another. The n-th that is sent is for the n-th that was asked for."""
+
+    def __init__(self):
+        self.letters: list[_Sent] = []
+        self.asked, self.closed = 0, False
+        self.changed = threading.Condition()
+
+    def put(self, letter: _Sent) -> None:
+        with self.changed:
+            self.letters.append(letter)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def ask(self) -> int:
+        with self.changed:
+            self.asked += 1
+            return self.asked - 1
+
+    def get(self, number: int, deadline: float) -> _Sent:
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or number < len(self.letters), deadline - time.monotonic())
+            if number < len(self.letters):
+                return self.letters[number]
+            raise LinkError("a peer gave it up" if self.closed else "timed out")
 
 
 def spoil(flat: torch.Tensor) -> None:
@@ -56,17 +86,12 @@ class _Sent:
 
 
 class _Coming:
-    def __init__(self, flat: torch.Tensor, letters: queue.Queue):
-        self.flat, self.letters = flat, letters
+    def __init__(self, flat: torch.Tensor, letters: Box):
+        self.flat, self.letters, self.number = flat, letters, letters.ask()
         spoil(flat)
 
     def wait(self, deadline: float) -> None:
-        try:
-            sent = self.letters.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise LinkError("timed out") from None
-        if sent is None:
-            raise LinkError("a peer gave it up")
+        sent = self.letters.get(self.number, deadline)
         self.flat.view(torch.uint8).copy_(sent.flat.view(torch.uint8))
         sent.taken.set()
 
@@ -98,5 +123,5 @@ class MemoryTransport:
 
     def close(self) -> None:
         for peer in range(self.world_size):
-            self.hub.letters(self.name, self.rank, peer).put(None)
-            self.hub.letters(self.name, peer, self.rank).put(None)
+            self.hub.letters(self.name, self.rank, peer).close()
+            self.hub.letters(self.name, peer, self.rank).close()

@@ -69,6 +69,23 @@ def test_a_sync_of_every_mode_at_once_verified_and_in_the_promised_memory(monkey
         assert not receiver.prepared.routes.staging
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_as_many_transfers_are_asked_for_ahead_as_there_are_free_slots(monkeypatch, buffers):
+    hub = Hub()
+    monkeypatch.setitem(TRANSPORTS, "unkind", hub.connect)
+    senders, receivers = make(1, transport="unkind")
+    threads, outcomes = receive(receivers, senders.request(1, buffers=buffers))
+    deadline = time.monotonic() + 20
+    while (asked := sum(box.asked for box in hub.boxes.values())) < buffers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert asked == buffers < len(senders.plan.buckets)
+    senders.send(senders.request(1, buffers=buffers), tensors(1))
+    for thread in threads:
+        thread.join(20)
+    assert isinstance(outcomes[0], dict), outcomes
+    expect(receivers[0].model, tensors(1))
+
+
 def test_staging_holds_only_what_the_loader_still_waits_for(monkeypatch):
     senders, (receiver,) = make(1, ToyMoe, wire_plan(buckets=(
         ("pair.a",), ("flipped",), ("embed", "q", "k", "norm"), ("pair.b",),

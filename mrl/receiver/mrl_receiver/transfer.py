@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .delta import HEADER, Header, whole
-from .links import LinkError, Meeting, Transport, finish_stream, own_stream
+from .links import LinkError, Meeting, Pending, Transport, finish_stream, own_stream
 from .transports import connect, connect_workers
 from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, Slice, SyncRequest
 
@@ -46,8 +46,8 @@ class Connections:
                 if plan.gathers else None
             unfinished.pop_all()
 
-    def arrive(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
-        """Receive what comes from a sender into its place in `flat`. LinkError."""
+    def begin(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> Optional[Pending]:
+        """Begin to receive what comes from a sender into its place in `flat`. None: nothing comes. LinkError."""
         place = self.place if bucket.mode == "slices" else 0
         one = bucket.slices[place]
         mine = flat[place * bucket.slice_numel:][:one.numel]
@@ -55,8 +55,7 @@ class Connections:
             header = self._header(bucket, one, deadline) if one.numel else whole(mine)
             self.headers[bucket.index] = [header]
             mine = mine.view(torch.uint8)[:header.nbytes]
-        if mine.numel():
-            self._receive(bucket, one, mine, deadline)
+        return self._receive(bucket, one, mine, deadline) if mine.numel() else None
 
     def join(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
         """Receive the other slices from the workers of this node. LinkError."""
@@ -72,15 +71,14 @@ class Connections:
         for transport in self.all:
             transport.close()
 
-    def _receive(self, bucket: Bucket, one: Slice, into: torch.Tensor, deadline: float) -> None:
+    def _receive(self, bucket: Bucket, one: Slice, into: torch.Tensor, deadline: float) -> Pending:
         if bucket.mode == "broadcast":
-            self.broadcasts[one.sender].broadcast(into, deadline).wait(deadline)
-        else:
-            self.peers.receive(into, one.sender, deadline).wait(deadline)
+            return self.broadcasts[one.sender].broadcast(into, deadline)
+        return self.peers.receive(into, one.sender, deadline)
 
     def _header(self, bucket: Bucket, one: Slice, deadline: float) -> Header:
         numbers = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-        self._receive(bucket, one, numbers, deadline)
+        self._receive(bucket, one, numbers, deadline).wait(deadline)
         return _read_header(numbers, bucket, one)
 
     def _join_messages(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
@@ -134,11 +132,13 @@ def transfer(buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], ring: int
              apply: Callable[[int], None], deadline: float) -> dict[str, float]:
     """Receive every bucket into its slot and `apply(position)` it, in order, in this thread.
 
-    Slots `ring` positions apart share their memory: one is received into again only when apply has returned.
-    Meanwhile one thread receives the next buckets and another joins slices. Returns the seconds of waiting for senders
-    ("receive_s") and of apply ("apply_s"). When anything fails the connections are closed and the error is raised.
+    Slots `ring` positions apart share their memory: one is received into again only when apply has returned. The next
+    transfer is queued behind the one under way as soon as its slot is free, so that the wire never waits for a thread.
+    Returns the seconds of waiting for buckets ("receive_s") and of apply ("apply_s"). When anything fails the
+    connections are closed and the error is raised.
     """
     free, given_up = threading.Semaphore(ring), threading.Event()
+    pending: dict[int, Optional[Pending]] = {}
     seconds = {"receive_s": 0.0, "apply_s": 0.0}
 
     def turns() -> Iterator[int]:
@@ -148,27 +148,32 @@ def transfer(buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], ring: int
                 raise LinkError("the sync was given up")
             yield position
 
+    def begin(position: int) -> None:
+        pending[position] = connections.begin(buckets[position], slots[position], deadline)
+
     def arrive(position: int) -> None:
-        began = time.monotonic()
-        connections.arrive(buckets[position], slots[position], deadline)
-        seconds["receive_s"] += time.monotonic() - began
+        if transfer := pending.pop(position):
+            transfer.wait(deadline)
+
+    def join(position: int) -> None:
+        connections.join(buckets[position], slots[position], deadline)
 
     device = slots[0].device
-    stages = [_Stage(arrive, turns(), device)]
-    if connections.neighbours is not None:
-        arrived = stages[0].done
-        stages.append(_Stage(lambda position: connections.join(buckets[position], slots[position], deadline),
-                             (arrived.get() for _ in buckets), device))
+    stages = [_Stage(begin, turns(), device)]
+    for work in (arrive, join) if connections.neighbours is not None else (arrive,):
+        stages.append(_Stage(work, _coming(stages[-1].done, len(buckets)), device))
     for stage in stages:
         stage.start()
     try:
         for _ in buckets:
+            began = time.monotonic()
             position = stages[-1].done.get()  # the threads always put something by the deadline
             if isinstance(position, Exception):
                 raise position
-            began = time.monotonic()
+            arrived = time.monotonic()
             apply(position)
-            seconds["apply_s"] += time.monotonic() - began
+            seconds["receive_s"] += arrived - began
+            seconds["apply_s"] += time.monotonic() - arrived
             free.release()
     except BaseException:  # no thread may wait for a slot for ever, nor fill one during a later sync
         given_up.set()
@@ -179,3 +184,7 @@ def transfer(buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], ring: int
         for stage in stages:
             stage.join()
     return seconds
+
+
+def _coming(done: queue.Queue, count: int) -> Iterator[int | Exception]:
+    return (done.get() for _ in range(count))
