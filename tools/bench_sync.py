@@ -160,6 +160,8 @@ def main() -> None:
         parser.error("--transport cuda_ipc has one strategy: --strategy multi_sender")
 
     if options.device == "cuda":
+        if options.engine == "sglang":
+            os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang has it: NCCL wants the same at both ends
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     with tempfile.TemporaryDirectory() as folder:

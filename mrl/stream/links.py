@@ -20,6 +20,9 @@ from mrl.reshard.plan import SyncPlan
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.005
+"""Longest pause between two questions whether an engine is ready; shorter ones come first, as it usually is at once."""
+READY_POLL_SHARE = 0.1
+"""Of the time waited so far, a pause."""
 START_SHARE = 0.5
 """Share of a sync's time after which an engine that has not joined is left out, so that the others can finish."""
 
@@ -118,6 +121,7 @@ class Links:
             if engine in waiting and waiting[engine].request.connect:
                 self._close(engine)
         ready: list[Target] = []
+        began = time.monotonic()
         while waiting:
             for engine, target in [*waiting.items()]:
                 if self.store.check([ready_key(target.request, worker) for worker in range(target.workers)]):
@@ -128,7 +132,8 @@ class Links:
                 elif time.monotonic() > deadline:
                     del waiting[engine]
                     self.drop(engine, f"the engine was not ready within {START_SHARE * timeout_s:g} s")
-            time.sleep(READY_POLL_S if waiting else 0)
+            if waiting:
+                time.sleep(min(READY_POLL_S, READY_POLL_SHARE * (time.monotonic() - began)))
         new = [target for target in ready if target.request.connect]
         if new:
             with ThreadPoolExecutor(len(new)) as pool:  # one engine that dies now must not keep the others waiting

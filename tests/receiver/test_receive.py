@@ -8,7 +8,7 @@ import torch
 
 from mrl.engine.coverage import coverage_problems
 from mrl.receiver.mrl_receiver import receive as module
-from mrl.receiver.mrl_receiver.links import LinkError
+from mrl.receiver.mrl_receiver.links import LinkError, failed_key
 from mrl.receiver.mrl_receiver.receive import Receiver, Refused
 from mrl.receiver.mrl_receiver.trace import TraceError
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
@@ -161,6 +161,17 @@ def test_a_link_that_the_receiver_has_given_up_is_not_waited_for():
     with pytest.raises(LinkError, match="link/0 is gone; the next push builds another"):
         receivers[0].receive(senders.request(2))
     assert time.monotonic() - began < 10
+
+
+def test_what_came_does_not_count_when_a_peer_gave_up_meanwhile(monkeypatch):
+    """With NCCL a transfer that the peer aborts may look complete."""
+    monkeypatch.setitem(TRANSPORTS, "unkind", Hub().connect)
+    senders, (receiver,) = make(1, transport="unkind")
+    request = senders.request(1)
+    senders.store.set(failed_key(request.link), "1")
+    (outcome,) = sync(senders, [receiver], request, tensors(1))
+    assert isinstance(outcome, LinkError) and "a peer gave it up" in str(outcome)
+    assert receiver.dirty and receiver.held is None
 
 
 def test_a_silent_sender_runs_into_the_deadline():

@@ -196,6 +196,8 @@ class Rank:
         deadline = began + patience_s
         try:
             begin(flat, deadline).wait(deadline)
+            if reason := comm.meeting.given_up():  # what came is of no use, then
+                raise LinkError(reason)
         except LinkError as error:
             seconds = time.monotonic() - began
             comm.close()

@@ -17,6 +17,11 @@ def join_group(name: str, backend: str, host: str, port: int, rank: int, world_s
     return dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
 
 
+def backend_of(device: torch.device) -> str:
+    """Of a group that passes on what lies on `device`."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def finish(device: torch.device) -> None:
     """Wait for all that `device` has been given to do."""
     if device.type == "cuda":

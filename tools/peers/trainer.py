@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from mrl.reshard.pieces import Shape
 
-from .group import TIMEOUT, finish, join_group
+from .group import TIMEOUT, backend_of, finish, join_group
 
 HOST = "127.0.0.1"
 RAW_BYTES = 1 << 30
@@ -26,8 +26,8 @@ RAW_BYTES = 1 << 30
 def serve(name: str, device: torch.device, receivers: int) -> tuple[dist.TCPStore, dict[str, Any]]:
     """A store, to be kept, and the arguments of `join_group`, less the rank, for a trainer and its receivers."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    return store, {"name": name, "backend": "nccl" if device.type == "cuda" else "gloo", "host": HOST,
-                   "port": store.port, "world_size": 1 + receivers}
+    return store, {"name": name, "backend": backend_of(device), "host": HOST, "port": store.port,
+                   "world_size": 1 + receivers}
 
 
 class RawBroadcast:
@@ -43,29 +43,36 @@ class RawBroadcast:
                                           daemon=True) for index, one in enumerate(devices)]
         for receiver in self.receivers:
             receiver.start()
-        self.group = join_group(rank=0, **meeting)
+        self.groups = _join_raw(0, meeting)
 
     def push(self) -> float:
-        return _pass_on(self.group, self.buffer, self.sizes)
+        return _pass_on(*self.groups, self.buffer, self.sizes)
 
 
 def _receive_raw(rank: int, device: torch.device, sizes: Sequence[int], rounds: int, meeting: dict) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = join_group(rank=rank, **meeting)
+    groups = _join_raw(rank, meeting)
     buffer = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     for _ in range(rounds):
-        _pass_on(group, buffer, sizes)
+        _pass_on(*groups, buffer, sizes)
 
 
-def _pass_on(group: dist.ProcessGroup, buffer: torch.Tensor, sizes: Sequence[int]) -> float:
+def _join_raw(rank: int, meeting: dict[str, Any]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """One group for the bytes, and one to meet in: a receiver that waited in NCCL would keep its GPU busy meanwhile,
+    while others are timed there."""
+    meet = {**meeting, "name": f"{meeting['name']}, meeting", "backend": "gloo"}
+    return join_group(rank=rank, **meeting), join_group(rank=rank, **meet)
+
+
+def _pass_on(group: dist.ProcessGroup, meet: dist.ProcessGroup, buffer: torch.Tensor, sizes: Sequence[int]) -> float:
     """One raw broadcast, from when all are there until all are done."""
-    group.barrier().wait()
+    meet.barrier().wait()
     began = time.perf_counter()
     for size in sizes:
         group.broadcast([buffer[:size]]).wait()
     finish(buffer.device)
-    group.barrier().wait()
+    meet.barrier().wait()
     return time.perf_counter() - began
 
 

@@ -83,7 +83,11 @@ class Pending(Protocol):
     """A transfer under way."""
 
     def wait(self, deadline: float) -> None:
-        """Return when the buffer may be read or written again. LinkError when it failed or `deadline` passed."""
+        """Return when the buffer may be read or written again. LinkError when it failed or `deadline` passed.
+
+        A peer that gives up may make it return too, with anything in the buffer. So what was received counts only when
+        nobody has given up by the end of it all.
+        """
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ class NcclTransport:
             if not self.comm:
                 return
             comm, self.comm = self.comm, ctypes.c_void_p()
+            self.meeting.give_up()  # first: a transfer that we abort may look complete to the peer
             self.nccl.ncclCommAbort(comm)
-        self.meeting.give_up()
         self.stream.synchronize()  # an aborted broadcast must not write into memory that is given to others
 
     def poll(self, ready: Callable[[], bool], deadline: float) -> None:

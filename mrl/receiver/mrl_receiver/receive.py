@@ -134,6 +134,8 @@ class Receiver:
             self._connect(request, deadline)
             self.dirty, self.held, self.accepted = True, None, request.version
             reply: dict[str, Any] = self._transfer(request, deadline)
+            if self.store.check([failed_key(request.link)]):
+                raise LinkError(f"link {request.link}: a peer gave it up")
             if request.verify:
                 own = self.prepared
                 reply["holdings"] = _holdings(own.routes.traced, own.plan.tensor_kinds)
