@@ -30,7 +30,7 @@ from mrl.reshard.layout import Coord, Layout, expert_range
 from mrl.reshard.params import gather_groups, hf_tensors, is_expert, is_output, local_params
 from mrl.reshard.plan import SyncPlan
 from mrl.reshard.spec import ModelSpec, model_spec
-from mrl.stream.planning import plan_of
+from mrl.stream.planning import plan_of, with_transport
 
 _MAX_ROWS = 32  # of a table with one row a rank or engine
 _FP32_BYTES = 4
@@ -83,6 +83,7 @@ def resolve_plan(exp: Experiment, hf_config: dict[str, Any], visible_gpus: int |
     critic = model_spec(critic_config or hf_config) if exp.algorithm.has_critic else None
     layout = exp.trainer.parallel.layout(exp.trainer_ranks)
     device = resolved_device(exp, visible_gpus)
+    exp = with_transport(exp, device)
     sync = plan_of(exp, spec, layout, te=device == "cuda")
     return Plan(exp, spec, critic, layout, device, assign(exp, visible=None), sync)
 

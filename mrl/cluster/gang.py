@@ -1,6 +1,6 @@
-"""How the trainer ranks of one gang talk about what to do: orders from rank 0, and the scatter of a batch.
+"""How the trainer ranks of one gang talk about what to do: orders from rank 0, meetings, and the scatter of a batch.
 
-Both stay off the GPU collectives: a rank that waits for a batch waits on a store, with a heartbeat and a deadline.
+All stay off the GPU collectives: a rank that waits for a batch waits on a store, with a heartbeat and a deadline.
 """
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ class Orders:
                     raise TimeoutError(f"rank {self.rank} heard nothing from rank 0 for {now - heard:.0f} s") from None
                 if now > deadline:
                     raise TimeoutError(f"rank {self.rank} got no order from rank 0 within {timeout_s:.0f} s") from None
+
+
+def meeting() -> Callable[[], None]:
+    """A function that returns when every rank has called it. Collective, over gloo."""
+    group = dist.new_group(backend="gloo")
+    return lambda: dist.barrier(group)
 
 
 class Scatter:

@@ -31,15 +31,17 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
 
     from mrl.cluster.checkpoints import Checkpoints
     from mrl.cluster.fleet import Fleet, connect_ray
-    from mrl.cluster.gang import Orders, Scatter
+    from mrl.cluster.gang import Orders, Scatter, meeting
     from mrl.loop import StepLoop
+    from mrl.observe.clock import Clock
     from mrl.observe.runlog import RunLog
     from mrl.rollout.service import RolloutService
     from mrl.stream.sync import WeightSync
+    from mrl.trainer.offload import Offload
     from mrl.trainer.trainer import Trainer
+    from mrl.turns import Turns
 
-    steps = experiment.loop.steps
-    trainer = Trainer(experiment, platform, experiment.policy_updates)
+    steps, clock = experiment.loop.steps, Clock()
     orders = Orders(rank)
     run = json.loads((run_dir / "run.json").read_text())
     rollouts = log = engines = None
@@ -51,10 +53,18 @@ def run_rank(run_dir: Path, rank: int, attempt: int) -> None:
         log = RunLog(run_dir, experiment.log, steps, attempt)
         if attempt:
             log.say(f"the trainers were restarted: attempt {attempt}")
+    sleeps, meet = experiment.engines_sleep(platform.name), meeting()
+    if sleeps:
+        if rollouts:
+            rollouts.sleep()  # a gang that died may have left them awake
+        meet()
+    trainer = Trainer(experiment, platform, experiment.policy_updates)
+    offload = Offload(trainer, platform) if experiment.trainers_offload(platform.name) else None
     sync = WeightSync(experiment, trainer, engines, run["run_id"], folder=Path(run["weights"]))
     try:
         StepLoop(experiment, trainer, sync, orders, Scatter(trainer.layout, rank),
-                 Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt).run()
+                 Checkpoints(run_dir, experiment.checkpoint, steps), rollouts, log, attempt,
+                 Turns(platform, offload, sleeps, meet, rollouts, clock), clock).run()
     finally:
         if rollouts:
             rollouts.close()

@@ -62,7 +62,8 @@ class Critic(Section):
         0.2, description="how far a value may move from what it was before the step, until its loss has no gradient; "
                          "null: freely")
     offload: bool = Field(
-        False, description="keep the critic in host memory while it is idle: room for the policy, at two copies a step")
+        False, description="keep the critic in host memory while it is idle: room for the policy, at two copies a "
+                           "step; with loop.offload_trainers it always is")
     optimizer: CriticOptimizer = CriticOptimizer()
 
 

@@ -12,6 +12,7 @@ from typing import Any, Callable
 from mrl.config.algorithm_checks import check_algorithm
 from mrl.config.critic_checks import check_critic, check_critic_model
 from mrl.config.errors import Problem
+from mrl.config.memory_checks import check_memory
 from mrl.config.optimizer import Optimizer
 from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
@@ -32,8 +33,6 @@ Against = Callable[[int], list[str]]
 
 _LARGEST_SIZE = 64  # of a parallel dimension that a remedy proposes
 _ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
-# The argument that bounds an engine's share of its GPU's memory.
-_MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
 def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visible_gpus: int | None = None,
@@ -50,7 +49,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *check_critic(exp),
                 *_check_optimizers(exp), *_check_engines(exp), *_check_engine_split("rollout", exp.rollout, device),
                 *(_check_engine_split("teacher", exp.teacher, device) if exp.teacher else ()),
-                *check_quantization(exp, device), *_check_shared_memory(exp, visible_gpus),
+                *check_quantization(exp, device), *check_memory(exp, device),
                 *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
     if exp.eval.every and not exp.eval.datasets:
         problems.append(Problem("eval.datasets", "{}", f"at least one held-out data set (eval.every is "
@@ -221,19 +220,6 @@ def _check_engine_split(key: str, section: Rollout | Teacher, device: str) -> It
         yield Problem(f"{key}.parallel.ep", str(parallel.ep), f"1 or {key}.parallel.tp ({tp}) with {key}.engine "
                       f"vllm, which deals experts out over all GPUs of an engine", f"use one of them, or {key}.engine: "
                       "sglang")
-
-
-def _check_shared_memory(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:
-    """Neither side gives its memory up while the other works, and an engine by itself takes nearly all of a GPU."""
-    shared = exp.loop.mode == "colocated_sync" and resolved_device(exp, visible_gpus) == "cuda"
-    flags = [argument.partition("=")[0].replace("_", "-") for argument in exp.rollout.args]
-    wanted = _MEMORY_FLAG[exp.rollout.engine]
-    if shared and wanted not in flags:
-        yield Problem("rollout.args", str(exp.rollout.args), f"with {wanted}, in loop.mode colocated_sync on cuda: "
-                      "trainer and engine stay in the memory of the same GPUs all the time, so the engine must be told "
-                      "its share",
-                      f"for example rollout.args: [{wanted}=0.35] (mrl check shows what the trainer needs), or "
-                      "loop.mode: one_step_overlap")
 
 
 def _check_transport(exp: Experiment, visible_gpus: int | None) -> Iterator[Problem]:

@@ -205,7 +205,7 @@ class Sync(Section):
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
         "auto", description="who sends what to whom; auto: what should take the least time")
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = Field(
-        "auto", description="how buckets travel; auto: nccl between separate GPUs, else gloo")
+        "auto", description="how buckets travel; auto: nccl between separate GPUs, cuda_ipc within shared ones, else gloo")
     disk_dir: Optional[str] = Field(None, description="transport disk: a directory that all machines of the run see, "
                                     "with room for the model; null: the run directory")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")
@@ -221,6 +221,12 @@ class Loop(Section):
     mode: Literal["one_step_overlap", "colocated_sync"] = Field(
         "one_step_overlap", description="generate the next batch while training on this one, or take turns")
     steps: PositiveInt = Field(description="training steps")
+    sleep_engines: Optional[bool] = Field(
+        None, description="colocated_sync on GPUs: engines give up the memory of weights and cache while the trainers "
+                          "train; null: there yes")
+    offload_trainers: Optional[bool] = Field(
+        None, description="colocated_sync on GPUs: trainers keep weights and optimizer state in host memory while "
+                          "engines generate; null: there yes")
     collect_timeout_s: PositiveFloat = Field(7200.0, description="longest wait for one batch")
 
 
@@ -315,6 +321,17 @@ class Experiment(Section):
         """Processes of the trainer gang: one a GPU of its partition (on cpu: as many processes)."""
         count = self.cluster.gpus if self.loop.mode == "colocated_sync" else self.cluster.trainer_gpus
         return count or 0
+
+    def engines_sleep(self, device: str) -> bool:
+        """Whether engines give their memory up while trainers train. `device`: `cluster.device`, decided."""
+        return self._takes_turns(device) if self.loop.sleep_engines is None else self.loop.sleep_engines
+
+    def trainers_offload(self, device: str) -> bool:
+        """Whether trainers give their memory up while engines generate. `device` as above."""
+        return self._takes_turns(device) if self.loop.offload_trainers is None else self.loop.offload_trainers
+
+    def _takes_turns(self, device: str) -> bool:
+        return self.loop.mode == "colocated_sync" and device == "cuda"
 
     @property
     def updates_per_step(self) -> int:

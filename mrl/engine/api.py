@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Optional
 
 
+MemoryPart = Literal["weights", "kv_cache"]
+"""What a sleeping engine takes back one after the other."""
+
+
 class Version(NamedTuple):
     """A weight version, ordered as a pair: a restarted gang (higher attempt) is newer than any step before it."""
 
@@ -106,12 +110,14 @@ class SyncResult:
 class EngineStatus:
     """What an engine says about itself. `incarnation` counts server starts; weights do not survive one.
 
+    An engine that is asleep holds no memory of its GPUs, or not all; with a `version`, only the cache is missing.
+
     `world_size` is the number of its workers that receive weights, each with a rank of its own on every link.
     """
 
     index: int
     incarnation: int
-    state: Literal["starting", "dirty", "serving", "failed"]
+    state: Literal["starting", "asleep", "dirty", "serving", "failed"]
     version: Optional[Version]
     outstanding_tokens: int
     error: Optional[str]

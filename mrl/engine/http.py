@@ -16,7 +16,7 @@ import aiohttp
 
 import mrl.receiver
 from mrl.config.schema import Experiment
-from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, GenerateRequest
+from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, GenerateRequest, MemoryPart
 from mrl.engine.ports import reserve_port
 from mrl.engine.probe import look_into
 from mrl.engine.process import ProcessTree
@@ -29,6 +29,11 @@ SERVER_KEEP_ALIVE_S = 3600  # the server must never close a connection that we a
 CLIENT_KEEP_ALIVE_S = 60.0
 # What torchrun and Ray leave in our environment must not reach an engine, which has a world of its own.
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def sleeps(experiment: Experiment, gpus: Sequence[int], load_weights: bool) -> bool:
+    """Whether a server is one that gives its memory up at times. One that loads its own weights must keep them."""
+    return not load_weights and experiment.engines_sleep("cuda" if gpus else "cpu")
 
 
 class HttpServer(ABC):
@@ -47,6 +52,7 @@ class HttpServer(ABC):
                  gpus: Sequence[int], load_weights: bool):
         self.experiment, self.index, self.run_id, self.incarnation = experiment, index, run_id, incarnation
         self.log_path, self.gpus, self.load_weights = log_path, tuple(gpus), load_weights
+        self.sleeps = sleeps(experiment, self.gpus, load_weights)
         self.process: Optional[ProcessTree] = None
         self.session: Optional[aiohttp.ClientSession] = None
         self.url = ""
@@ -72,6 +78,14 @@ class HttpServer(ABC):
     @abstractmethod
     async def call_workers(self, method: str, argument: Optional[str] = None, timeout_s: float = 60.0) -> list[dict]:
         """Call a method of `mrl_receiver.answers` on every worker; their answers, by rank."""
+
+    @abstractmethod
+    async def sleep(self, timeout_s: float) -> None:
+        """Give up the memory of weights and cache, whose contents are lost. Only when awake, and idle."""
+
+    @abstractmethod
+    async def wake(self, part: MemoryPart, timeout_s: float) -> None:
+        """Take that memory back at the same addresses: first of the weights, then of the cache."""
 
     @abstractmethod
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
@@ -155,6 +169,8 @@ class HttpServer(ABC):
         ours = {**self.variables(), "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         if Path(self.experiment.model.path).is_dir():
             ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if self.sleeps:  # memory that can be given up is allocated otherwise
+            ours |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
         merged = {**inherited, **ours, **self.experiment.rollout.env}
         theirs = self.experiment.rollout.env.get("PYTHONPATH", inherited.get("PYTHONPATH"))
         merged["PYTHONPATH"] = os.pathsep.join(filter(None, [str(RECEIVER_DIR), ours.get("PYTHONPATH"), theirs]))

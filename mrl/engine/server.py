@@ -1,7 +1,7 @@
-"""The gate: the one way to an engine. It keeps its server alive, and serves only weights that it can name.
+"""The gate: the one way to an engine. It keeps its server alive (life.py), and serves only weights that it can name.
 
     starting ──► dirty ──receive──► serving        dirty: holds nothing that was pushed whole; every request is refused
-        ▲          ▲  ◄──failure──    │
+        ▲          ▲  ◄──failure──    │            asleep: its memory is with the trainers, or only partly back
         └──restart─┴ dies or hangs ◄──┘            failed: rollout.max_restarts used up
 
 An EngineServer is a plain asyncio class; mrl runs it as a Ray actor with high concurrency (`ray.remote(EngineServer)`).
@@ -9,7 +9,6 @@ An EngineServer is a plain asyncio class; mrl runs it as a Ray actor with high c
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +18,16 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, Prepared, SyncError,
                             SyncResult, Version)
 from mrl.engine.coverage import coverage_problems, summary
-from mrl.engine.engines import SERVERS
+from mrl.engine.life import ServerLife
 from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest
 
-logger = logging.getLogger(__name__)
-
-LOADED_VERSION = Version(0, 0)
-SUPERVISE_POLL_S = 0.2
 RPC_MARGIN_S = 20.0
 """How long after a sync's deadline a worker may answer. It gives up at the deadline itself, so a later one hangs."""
 DRAIN_SHARE = 0.4
 """Share of a sync's time that requests in flight may take to finish. Senders wait a little longer for an engine."""
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 30.0
-"""Pause before an engine's first restart, doubled before each further one up to the most."""
 
 
-class EngineServer:
+class EngineServer(ServerLife):
     """One engine of the fleet, across restarts of its server.
 
     gpus: the server's GPU indices on this machine, none for a CPU engine. load_weights: it reads the weights of
@@ -45,38 +37,10 @@ class EngineServer:
 
     def __init__(self, experiment: Experiment, index: int, run_id: str, run_dir: Path | str, gpus: Sequence[int] = (),
                  load_weights: bool = False, make_server: Optional[Callable[..., Any]] = None):
-        self._experiment, self._index, self._run_id = experiment, index, run_id
-        self._log_path = Path(run_dir).resolve() / "logs" / f"engine_{index}.log"
-        self._gpus, self._load_weights = tuple(gpus), load_weights
-        self._make_server = make_server or SERVERS[experiment.rollout.engine]
-        self._state, self._error = "starting", None
-        self._why_closed = "it has not been started"
-        self._incarnation, self._restarts = 0, 0
-        self._version: Optional[Version] = None  # what it serves
+        super().__init__(experiment, index, run_id, run_dir, gpus, load_weights, make_server)
         self._floor = Version(0, 0)  # the newest version ever accepted; older ones are refused
-        self._plan: Optional[Plan] = None
-        self._server: Any = None
-        self._supervisor: Optional[asyncio.Task] = None
-        self._gone: Optional[str] = None  # how the server was found lost; the supervisor has not dealt with it yet
-        self._in_flight: set[asyncio.Task] = set()
         self._queued, self._aborts = 0, 0  # requests that wait for a slot; calls of abort() so far
-        self._outstanding = 0
         self._slots = asyncio.Semaphore(experiment.rollout.max_concurrent_requests)
-        self._sync_lock = asyncio.Lock()
-
-    async def start(self) -> EngineStatus:
-        """Start the server and wait until it answers. EngineStartError when it does not."""
-        try:
-            await self._launch()
-        except BaseException as error:
-            self._fail(str(error))
-            raise
-        self._supervisor = asyncio.create_task(self._supervise())
-        return await self.status()
-
-    async def status(self) -> EngineStatus:
-        return EngineStatus(self._index, self._incarnation, self._state, self._version, self._outstanding, self._error,
-                            self._experiment.rollout.parallel.tp)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one sequence with the weights being served.
@@ -141,7 +105,8 @@ class EngineServer:
                 raise _sync_error(error)
             if self._incarnation != request.incarnation or self._state != "dirty":
                 raise EngineLost(f"engine {self._index} died at the end of the sync of version {version}")
-            self._version, self._state = version, "serving"
+            self._version = version
+            self._state, self._why_closed = ("serving", "") if self._held == "all" else ("asleep", "its cache sleeps")
             return result
 
     async def abort(self, attempt: int) -> int:
@@ -154,15 +119,6 @@ class EngineServer:
         for task in self._in_flight:
             task.cancel()
         return len(self._in_flight) + self._queued
-
-    async def stop(self) -> None:
-        """End the server and everything it started."""
-        self._state, self._why_closed = "failed", "it was stopped"
-        self._error = self._why_closed
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-        if self._server is not None:
-            await self._server.stop()
 
     # -- generation
 
@@ -222,20 +178,6 @@ class EngineServer:
             self._in_flight.discard(task)
             task.cancel()
 
-    def _unless_lost(self, result: Callable[[], Any], incarnation: int) -> Any:
-        """result(), and if it says that this server went away, close the gate at once: a death takes time to show."""
-        try:
-            return result()
-        except EngineLost as error:
-            self._lose(str(error), incarnation)
-            raise
-
-    def _lose(self, why: str, incarnation: int) -> EngineLost:
-        """Close the gate, and have the supervisor end and restart this server. The error to raise."""
-        if incarnation == self._incarnation and self._state in ("serving", "dirty"):
-            self._gone, self._state, self._version, self._why_closed = why, "starting", None, why
-        return EngineLost(why)
-
     # -- syncs
 
     def _admit(self, request: SyncRequest, version: Version) -> None:
@@ -245,6 +187,8 @@ class EngineServer:
         if self._state in ("starting", "failed") or request.incarnation != self._incarnation:
             raise EngineLost(f"engine {self._index} is {self._state}, incarnation {self._incarnation}; the sync is for "
                              f"incarnation {request.incarnation}")
+        if self._held == "nothing":
+            raise SyncError(f"engine {self._index} is asleep: its weights have no memory, and must be woken first")
         if version < self._floor or version == self._version:
             held = f"serves {self._version}" if self._version else f"was promised {self._floor}"
             raise SyncError(f"version {version} is refused: engine {self._index} {held} and takes only newer ones")
@@ -261,14 +205,6 @@ class EngineServer:
                 self._state, self._why_closed = opened, f"version {version} was refused: {error}"
             raise _sync_error(error)
         return time.monotonic() - began
-
-    async def _drain(self, deadline: float) -> None:
-        while self._in_flight:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no "
-                                "longer for them: raise sync.timeout_s")
-            await asyncio.wait(set(self._in_flight), timeout=left)
-            await asyncio.sleep(0)  # let their callers take the answers
 
     async def _trace(self, request: SyncRequest, deadline: float) -> tuple[Prepared, bool]:
         """Let the workers trace the plan, and check that they will take all of it. The second: nothing is to prove."""
@@ -324,53 +260,6 @@ class EngineServer:
         if errors := [f"worker {rank}: {reply['error']}" for rank, reply in enumerate(replies) if reply["error"]]:
             raise SyncError("; ".join(errors))
         return replies
-
-    # -- the server's life
-
-    async def _launch(self) -> None:
-        self._incarnation += 1
-        self._state, self._version, self._plan = "starting", None, None
-        self._why_closed, self._gone = "its server is starting", None
-        self._server = self._make_server(self._experiment, self._index, self._run_id, self._incarnation,
-                                         self._log_path, self._gpus, self._load_weights)
-        try:
-            await self._server.start()
-        except BaseException:
-            await self._server.stop()
-            raise
-        if self._load_weights:
-            self._version, self._state = LOADED_VERSION, "serving"
-        else:
-            self._state, self._why_closed = "dirty", "it has not received any weights since its start"
-
-    async def _supervise(self) -> None:
-        """Restart the server whenever it ends or is found lost, rollout.max_restarts times in all."""
-        limit = self._experiment.rollout.max_restarts
-        while True:
-            while self._server.exit_code() is None and self._gone is None:
-                await asyncio.sleep(SUPERVISE_POLL_S)
-            why = self._gone or f"engine {self._index} (incarnation {self._incarnation}) has died"
-            self._state, self._version, self._why_closed = "starting", None, why
-            try:
-                await self._server.stop()
-                error = (f"{why}; its server ended with exit code {self._server.exit_code()}; the end of "
-                         f"{self._log_path}:\n{self._server.log_tail()}")
-            except Exception as failure:
-                error = f"{why}; and its end could not be followed: {type(failure).__name__} {failure}"
-            while True:
-                logger.error("%s", error)
-                if self._restarts >= limit:
-                    return self._fail(f"rollout.max_restarts={limit} used up; {error}")
-                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** self._restarts, MAX_BACKOFF_S))
-                self._restarts += 1
-                try:
-                    await self._launch()
-                    break
-                except Exception as failure:
-                    error = str(failure) or type(failure).__name__
-
-    def _fail(self, error: str) -> None:
-        self._state, self._version, self._error, self._why_closed = "failed", None, error, error
 
 
 def _prepared(replies: list[dict]) -> Prepared:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Optional
 
-from mrl.engine.api import GenerateRequest
+from mrl.engine.api import GenerateRequest, MemoryPart
 from mrl.engine.http import SERVER_KEEP_ALIVE_S, HttpServer
 from mrl.receiver.mrl_receiver.sglang import LOAD_FORMAT
 
@@ -42,6 +42,8 @@ class SglangServer(HttpServer):
             command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
         if changes := self.config_changes():
             command += ["--json-model-override-args", json.dumps(changes)]
+        if self.sleeps:
+            command.append("--enable-memory-saver")
         if self.gpus:
             return [*command, "--attention-backend", "triton"]  # needs no package beside SGLang
         longest = self.experiment.engine_tokens
@@ -89,6 +91,12 @@ class SglangServer(HttpServer):
             "load_format": LOAD_FORMAT, "serialized_named_tensors": [call], "flush_cache": False}, timeout_s)
         # With attention data parallelism, one replica's message comes after the other; each has all workers' answers.
         return json.JSONDecoder().raw_decode(answer["message"])[0]
+
+    async def sleep(self, timeout_s: float) -> None:
+        await self.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]}, timeout_s)
+
+    async def wake(self, part: MemoryPart, timeout_s: float) -> None:
+        await self.post("/resume_memory_occupation", {"tags": [part]}, timeout_s)
 
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
         status, _ = await self.request("/flush_cache", {}, timeout_s)

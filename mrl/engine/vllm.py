@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Optional
 
-from mrl.engine.api import GenerateRequest
+from mrl.engine.api import GenerateRequest, MemoryPart
 from mrl.engine.http import SERVER_KEEP_ALIVE_S, HttpServer
 from mrl.engine.versions import TESTED
 
@@ -40,6 +40,8 @@ class VllmServer(HttpServer):
             command.append("--enable-expert-parallel")
         if changes := self.config_changes():
             command += ["--hf-overrides", json.dumps(changes)]
+        if self.sleeps:
+            command.append("--enable-sleep-mode")
         if not self.gpus:
             # A prompt prefilled in chunks rewinds its request's random generator, which CPU generators cannot do: the
             # server dies. So prompts are prefilled whole.
@@ -50,7 +52,7 @@ class VllmServer(HttpServer):
 
     def variables(self) -> dict[str, str]:
         common = {
-            "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc and /reset_prefix_cache
+            "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, /reset_prefix_cache, /sleep and /wake_up
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probs of the sampled distribution
             "VLLM_NO_USAGE_STATS": "1",
@@ -83,6 +85,12 @@ class VllmServer(HttpServer):
         answer = await self.post("/collective_rpc", {"method": method, "args": [] if argument is None else [argument]},
                                  timeout_s)
         return answer["results"]
+
+    async def sleep(self, timeout_s: float) -> None:
+        await self.post("/sleep?level=2", {}, timeout_s)  # level 1 would copy the weights to the host
+
+    async def wake(self, part: MemoryPart, timeout_s: float) -> None:
+        await self.post(f"/wake_up?tags={part}", {}, timeout_s)
 
     async def try_reset_prefix_cache(self, timeout_s: float) -> bool:
         answer = await self.post("/reset_prefix_cache", {}, timeout_s)

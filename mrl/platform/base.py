@@ -40,6 +40,19 @@ class Platform(ABC):
         """Memory now and at its peak, in GiB: {"allocated": …, "peak": …}."""
 
     @abstractmethod
+    def start_peak(self) -> None:
+        """Have `memory` tell of the peak since this call."""
+
+    @abstractmethod
+    def used_beside(self) -> int:
+        """Bytes in use on this process's device that no tensor of its own can take: by other processes, and by this
+        one's context and libraries."""
+
+    @abstractmethod
+    def release_cache(self) -> None:
+        """Give memory that no tensor uses any more back to the device, for other processes."""
+
+    @abstractmethod
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised host tensor of the same shape and dtype, page-locked where that makes copies faster."""
 

@@ -45,6 +45,16 @@ class CpuPlatform(Platform):
             kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in status if "kB" in line)}
         return {"allocated": kib["VmRSS"] / 2**20, "peak": max(kib["VmHWM"], kib["VmRSS"]) / 2**20}
 
+    def start_peak(self) -> None:
+        """The peak stays that of the process's whole life, as Linux counts it."""
+
+    def used_beside(self) -> int:
+        """Engines and trainers share no device here: there is nothing that one could take from the other."""
+        return 0
+
+    def release_cache(self) -> None:
+        """Freed memory goes back by itself; engines on the CPU do not sleep."""
+
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
 

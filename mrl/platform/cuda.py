@@ -33,6 +33,16 @@ class CudaPlatform(Platform):
     def memory(self) -> dict[str, float]:
         return {"allocated": torch.cuda.memory_allocated() / 2**30, "peak": torch.cuda.max_memory_allocated() / 2**30}
 
+    def start_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def used_beside(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    def release_cache(self) -> None:
+        torch.cuda.empty_cache()
+
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 

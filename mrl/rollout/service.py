@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from mrl.config.schema import Experiment
 from mrl.data.order import PromptOrder
 from mrl.data.priority import Priority
-from mrl.engine.api import EngineStatus, Version
+from mrl.engine.api import EngineStatus, MemoryPart, Version
 from mrl.rollout.draw import StepDraw
 from mrl.rollout.types import Group, GroupRequest, Kind
 
@@ -103,6 +103,14 @@ class RolloutService:
         if kind == "train":
             self.batch_metrics, self.settled_metrics = self.settled_metrics, {}
         return groups
+
+    def sleep(self) -> None:
+        """Return when no engine holds memory of its GPUs any more. What they sample is aborted; workers ask again."""
+        self._of_engines("sleep")
+
+    def wake(self, part: MemoryPart) -> None:
+        """Let the engines that are up take that memory back: for weights, then, pushed to, for the cache."""
+        self._of_engines("wake", part)
 
     def without(self, version: Version) -> list[int]:
         """The engines that do not serve `version` yet."""
@@ -251,12 +259,19 @@ class RolloutService:
                 method, arguments = "prepare", (self.kinds,)
                 time.sleep(RESTART_POLL_S)
 
+    def _of_engines(self, method: str, *arguments: Any) -> None:
+        """Call all engines at once. One may have to come up first; one whose gate has died counts as failed."""
+        timeout_s = ANSWER_TIMEOUT_S + self.experiment.rollout.start_timeout_s
+        calls = [getattr(engine, method).remote(*arguments) for engine in self.engines]
+        for index, call in enumerate(calls):
+            _answer(call, f"engine {index}", default=None, timeout_s=timeout_s)
+
     def _behind_the_last_push(self) -> list[int]:
         statuses = self._statuses()
         if all(status.state == "failed" for status in statuses):
             raise RuntimeError(f"no engine is left: {statuses[0].error}")
         return [status.index for status in statuses
-                if status.state == "dirty" or status.state == "serving" and status.version < self.served]
+                if status.state in ("dirty", "asleep") or status.state == "serving" and status.version < self.served]
 
     def _statuses(self) -> list[EngineStatus]:
         def gone(index: int) -> EngineStatus:
@@ -275,12 +290,12 @@ def _order(experiment: Experiment, rows: int) -> PromptOrder:
 _RAISE = object()
 
 
-def _answer(reference: Any, name: str, default: Any = _RAISE) -> Any:
+def _answer(reference: Any, name: str, default: Any = _RAISE, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     """What an actor answers; `default`, if given, when it has died. TimeoutError naming it when it is stuck."""
     try:
-        return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+        return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise TimeoutError(f"{name} has not answered for {ANSWER_TIMEOUT_S:.0f} s") from None
+        raise TimeoutError(f"{name} has not answered for {timeout_s:.0f} s") from None
     except RayActorError:
         if default is _RAISE:
             raise

@@ -143,7 +143,8 @@ class EngineCalls:
             push=push.number, link=known.link, connect=connecting, store_host=self.host, store_port=self.port,
             plan={}, buffers=self.settings.buffers, transport=self.transport,
             verify=known.syncs < self.first_syncs or (every > 0 and known.syncs % every == 0),
-            deadline_s=self.settings.timeout_s, delta=self.settings.delta, base=known.held)
+            deadline_s=self.settings.timeout_s, delta=self.settings.delta,
+            base=known.held if status.state == "serving" else None)  # one that slept has forgotten what it held
 
     def _prepare(self, push: Round, requests: dict[int, SyncRequest], plan: SyncPlan, deadline: float
                  ) -> dict[str, str]:

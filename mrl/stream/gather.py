@@ -58,7 +58,7 @@ class Gatherer:
                  buffers: int):
         self.rank, self.params, self.engines = rank, params, engines
         self.device = next(iter(params.values())).device
-        self.pointers = _pointers(params)
+        self.places = _places(params)
         mine = [_Place(bucket, position, rank) for bucket in plan.of_rank(rank) if engines & set(bucket.engines)
                 for position, one in enumerate(bucket.slices) if rank in one.ranks and one.numel]
         self.packed = self._room(max((place.packed_bytes for place in mine), default=0))
@@ -79,8 +79,8 @@ class Gatherer:
         return sum(room.nbytes for room in (self.packed, self.gathered, self.weights, *self.ring))
 
     def current(self, params: Mapping[str, torch.Tensor], engines: frozenset[int]) -> bool:
-        """Whether the views are for these engines and still point at the memory of `params`."""
-        return self.engines == engines and self.pointers == _pointers(params)
+        """Whether the views are for these engines and still of the storage of `params`, wherever its memory is now."""
+        return self.engines == engines and self.places == _places(params)
 
     @torch.no_grad()
     def fill(self, share: Share) -> None:
@@ -207,5 +207,6 @@ def _copy(views: Views) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _pointers(params: Mapping[str, torch.Tensor]) -> list[tuple[str, int]]:
-    return [(name, tensor.data_ptr()) for name, tensor in params.items()]
+def _places(params: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
+    """By name, the storage and where in it. Views keep their storage alive, so no other can have its number."""
+    return [(name, tensor.untyped_storage()._cdata, tensor.storage_offset()) for name, tensor in params.items()]

@@ -13,10 +13,27 @@ from mrl.reshard.spec import ModelSpec
 MIB = 1 << 20
 
 
+def with_transport(experiment: Experiment, device: str) -> Experiment:
+    """The experiment with `sync.transport: auto` decided; device: "cpu" or "cuda".
+
+    Between GPUs NCCL, within a GPU (it refuses two ranks there) copies, where these can be planned; else gloo.
+    """
+    sync = experiment.sync
+    if sync.transport != "auto":
+        return experiment
+    one_sender_each = sync.strategy in ("auto", "multi_sender") and (
+        experiment.cluster.gpus_per_node % experiment.rollout.parallel.tp == 0)
+    transport = "gloo"
+    if device == "cuda":
+        apart = experiment.loop.mode == "one_step_overlap"
+        transport = "nccl" if apart else "cuda_ipc" if one_sender_each else "gloo"
+    return experiment.model_copy(update={"sync": sync.model_copy(update={"transport": transport})})
+
+
 def plan_of(
     experiment: Experiment, spec: ModelSpec, layout: Layout, te: bool, not_sharded: frozenset[str] = frozenset(),
 ) -> SyncPlan:
-    """The plan of every sync of a run. `te`, `not_sharded`: see `SyncOptions`."""
+    """The plan of every sync of a run, whose transport is decided. `te`, `not_sharded`: see `SyncOptions`."""
     sync, cluster, rollout = experiment.sync, experiment.cluster, experiment.rollout
     engines = rollout.parallel.layout(rollout.engine, experiment.engine_count, cluster.gpus_per_node)
     options = SyncOptions(strategy=_strategy(experiment), bucket_bytes=int(sync.bucket_mb * MIB), te=te,

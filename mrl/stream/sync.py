@@ -25,7 +25,7 @@ from mrl.stream.delta import Bases
 from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
 from mrl.stream.pipeline import label_prefix, stream
-from mrl.stream.planning import plan_of
+from mrl.stream.planning import plan_of, with_transport
 from mrl.stream.report import PushReport, Sent
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,10 @@ class WeightSync:
 
     def __init__(self, experiment: Experiment, trainer: Any, engines: Optional[list], run_id: str,
                  host: Optional[str] = None, folder: Optional[Path] = None):
-        self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
         device = next(iter(trainer.local_params().values())).device
-        transport = _transport(experiment, device)
+        experiment = with_transport(experiment, device.type)
+        self.experiment, self.settings, self.trainer, self.rank = experiment, experiment.sync, trainer, dist.get_rank()
+        transport = self.settings.transport
         self.folder = folder if transport == "disk" else None
         if self.rank == 0:
             self._discard()  # what a gang that died has left, before any rank of this one can write
@@ -207,13 +208,6 @@ def _fraction(sent: list[Sent]) -> float:
     """Bytes sent of those that a full push sends."""
     full = sum(part.full_bytes for part in sent)
     return sum(part.bytes for part in sent) / full if full else 1.0
-
-
-def _transport(experiment: Experiment, device: torch.device) -> str:
-    """sync.transport, with `auto` decided: NCCL between GPUs, but it refuses two ranks on the same one."""
-    if experiment.sync.transport != "auto":
-        return experiment.sync.transport
-    return "nccl" if device.type == "cuda" and experiment.loop.mode == "one_step_overlap" else "gloo"
 
 
 def _own_address() -> str:

@@ -32,7 +32,8 @@ class Critic(TrainedModel):
         super().__init__(source, model_spec(read_config(source)),
                          experiment.trainer.model_copy(update={"optimizer": section.optimizer}),
                          getattr(torch, experiment.model.dtype), place, platform, experiment.critic_updates)
-        self._offload = Offload(self, platform) if section.offload else None
+        offloaded = section.offload or experiment.trainers_offload(platform.name)
+        self._offload = Offload(self, platform) if offloaded else None
         if self._offload:
             self._offload.release()
 

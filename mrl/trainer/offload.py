@@ -4,7 +4,7 @@ Tensors stay the objects they are, in Megatron and in the optimizer: only the me
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterable, Iterator
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, Literal
 
 import torch
 
@@ -13,45 +13,43 @@ from mrl.platform import Platform
 if TYPE_CHECKING:
     from mrl.trainer.trained_model import TrainedModel
 
+Part = Literal["weights", "optimizer"]
+CHUNK = 1 << 30
+"""Bytes of one host buffer at most: page-locked memory comes in powers of two, which must not double a large one."""
+
 
 class Offload:
-    """Of one model, whose memory is on the device when this is made. Costs one host copy (page-locked on GPUs)."""
+    """Of one model, whose memory is on the device when this is made. Costs one host copy (page-locked on GPUs), made
+    when a part is first released.
+
+    The parts are "weights", and "optimizer": masters, moments and gradients. Gradients are forgotten.
+    """
 
     def __init__(self, model: TrainedModel, platform: Platform) -> None:
-        self._model, self._platform = model, platform
-        self._host: list[torch.Tensor] = []
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._model = model
+        self._parts: dict[Part, _Away] = {
+            "weights": _Away(platform, self._weights, lambda: ()),
+            "optimizer": _Away(platform, self._optimizer, self._gradients)}
 
-    def release(self) -> None:
-        """Take everything off the device. Gradients are forgotten."""
-        kept = list(_storages(self._state()))
-        for index, storage in enumerate(kept):
-            content = _bytes(storage)
-            if index == len(self._host):
-                self._host.append(self._platform.host_buffer(content))
-            elif len(self._host[index]) != len(content):
-                self._host[index] = self._platform.host_buffer(content)
-            self._host[index].copy_(content, non_blocking=True)
-        self._platform.synchronize()
-        self._away = [(storage, storage.nbytes()) for storage in (*kept, *_storages(self._gradients()))]
-        for storage, _ in self._away:
-            storage.resize_(0)
+    def release(self, *parts: Part) -> int:
+        """Take the parts off the device, all if none is named. Returns the bytes copied: 0 of what is away already."""
+        return sum(self._parts[part].release() for part in parts or self._parts)
 
-    def restore(self) -> None:
-        """Put everything back as it was, gradients excepted, whose memory holds anything."""
-        for storage, size in self._away:
-            storage.resize_(size)
-        for (storage, _), host in zip(self._away, self._host):
-            _bytes(storage).copy_(host, non_blocking=True)
-        self._platform.synchronize()
-        self._away = []
+    def restore(self, *parts: Part) -> int:
+        """Put the parts back as they were, but gradients, whose memory holds anything. Returns the bytes copied."""
+        return sum(self._parts[part].restore() for part in parts or self._parts)
 
-    def _state(self) -> Iterator[torch.Tensor]:
-        """Weights, then masters, then moments, which are not there before the first step."""
+    def _weights(self) -> Iterator[torch.Tensor]:
         yield from (buffer.param_data for buffer in self._buffers())
+        yield from self._model.local_params().values()
+
+    def _optimizer(self) -> Iterator[torch.Tensor]:
+        """Masters, then moments, which are not there before the first step. Masters of fp32 models are weights."""
+        weights = {_identity(tensor) for tensor in self._weights()}
         inner = self._model.optimizer.inner
-        yield from (param for optimizer in inner for group in optimizer.param_groups for param in group["params"])
-        kind = self._platform.device().type  # torch's Adam counts its steps on the host
+        masters = (param for optimizer in inner for group in optimizer.param_groups for param in group["params"])
+        yield from (master for master in masters if _identity(master) not in weights)
+        kind = next(self._weights()).device.type  # torch's Adam counts its steps on the host
         yield from (value for optimizer in inner for state in optimizer.state.values() for value in state.values()
                     if torch.is_tensor(value) and value.device.type == kind)
 
@@ -63,13 +61,57 @@ class Offload:
         return (buffer for chunk in self._model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
 
+class _Away:
+    """One part: `kept` are the tensors whose content waits on the host, `forgotten` those whose content does not."""
+
+    def __init__(self, platform: Platform, kept: Callable[[], Iterable[torch.Tensor]],
+                 forgotten: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.platform, self.kept, self.forgotten = platform, kept, forgotten
+        self.host: list[list[torch.Tensor]] = []  # what is kept, by storage, in chunks
+        self.away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []
+
+    def release(self) -> int:
+        if self.away:
+            return 0
+        for index, storage in enumerate(_storages(self.kept())):
+            chunks = _bytes(storage).split(CHUNK)
+            if index == len(self.host):
+                self.host.append([])
+            if [len(buffer) for buffer in self.host[index]] != [len(chunk) for chunk in chunks]:
+                self.host[index] = [self.platform.host_buffer(chunk) for chunk in chunks]
+            for buffer, chunk in zip(self.host[index], chunks):
+                buffer.copy_(chunk, non_blocking=True)
+            self.away.append((storage, storage.nbytes(), self.host[index]))
+        copied = sum(size for _, size, _ in self.away)
+        self.platform.synchronize()
+        self.away += [(storage, storage.nbytes(), []) for storage in _storages(self.forgotten())]
+        for storage, _, _ in self.away:
+            storage.resize_(0)
+        return copied
+
+    def restore(self) -> int:
+        away, self.away = self.away, []
+        for storage, size, _ in away:
+            storage.resize_(size)
+        for storage, _, buffers in away:
+            for buffer, chunk in zip(buffers, _bytes(storage).split(CHUNK)):
+                chunk.copy_(buffer, non_blocking=True)
+        self.platform.synchronize()
+        return sum(size for _, size, buffers in away if buffers)
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Of the memory behind a tensor, wherever that is."""
+    return tensor.untyped_storage()._cdata
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     """The device memory behind the tensors, each piece once."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
             yield storage
 
 

@@ -1,9 +1,9 @@
 """For all tests of this folder."""
 import pytest
 
-from mrl.engine import server
+from mrl.engine import life
 
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(life, "FIRST_BACKOFF_S", 0.01)

@@ -26,8 +26,9 @@ class FakeServer:
 
     def __init__(self, experiment, index, run_id, incarnation, log_path, gpus, load_weights):
         self.answers = {"mrl_prepare": [self.ok(not_sharded={}, proven=True)],
-                        "mrl_prove": [self.ok(not_sharded={})], "mrl_receive": [self.ok(expected=sent(42))]}
+                        "mrl_prove": [self.ok(not_sharded={})], "mrl_forget": [{"error": None}], "mrl_receive": [self.ok(expected=sent(42))]}
         self.calls, self.waiting, self.code, self.resets, self.stopped = [], [], None, 0, False
+        self.memory: list[str] = []  # calls of sleep and wake
         FakeServer.made.append(self)
 
     def lose(self):
@@ -60,6 +61,12 @@ class FakeServer:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def sleep(self, timeout_s):
+        self.memory.append("sleep")
+
+    async def wake(self, part, timeout_s):
+        self.memory.append(part)
 
     async def reset_prefix_cache(self, timeout_s):
         self.resets += 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.engine import server as module
+from mrl.engine import life as module
 from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, SyncError, Version
 from mrl.engine.server import EngineServer
 from tests.engine.gates import FakeServer, REQUEST, push, sampling, settle, until, with_engine

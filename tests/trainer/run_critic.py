@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.gang import experiment, gang, parse_parallel, whole_gradients
 from tests.trainer.run_layouts import measure, splits
-from tests.trainer.run_training import assert_identical, microbatches, snapshot
+from tests.trainer.run_training import assert_identical, held, microbatches, snapshot
 from tests.trainer.tiny import families, loss_fn, saved_gradients, watch_routers
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -145,17 +145,6 @@ def check_training(folder: Path, platform) -> None:
             check_other_checkpoints(folder, trainer)
         if dist.get_rank() == 0:
             print(f"ok {name}", flush=True)
-
-
-def held(model) -> int:
-    """Bytes behind the weights, gradients, masters and moments of a model."""
-    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
-    for optimizer in model.optimizer.inner:
-        for group in optimizer.param_groups:
-            tensors += group["params"]
-        tensors += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def continue_training(trainer, rows) -> None:

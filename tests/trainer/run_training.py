@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Iterable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mrl.trainer.offload import Offload
 from tests.trainer.gang import experiment, gang
 from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
 
@@ -68,6 +70,42 @@ def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
         assert torch.equal(a[name], b[name]), name
 
 
+def held(model) -> int:
+    """Bytes behind the weights, gradients, masters and moments of a model."""
+    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    tensors += model.local_params().values()
+    for optimizer in model.optimizer.inner:
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+        tensors += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return nbytes(tensors)
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory behind them, each piece once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def check_offload(trainer, offload: Offload, made: list) -> None:
+    """Part by part, everything leaves the device and comes back as it was; host buffers are made once."""
+    before, count = snapshot(trainer), len(made)
+    weights = {name: before[name] for name in trainer.local_params()}
+    everything = held(trainer)
+    optimizer = offload.release("optimizer")
+    assert_identical(weights, trainer.local_params())
+    left = held(trainer)
+    assert left == nbytes(trainer.local_params().values())
+    assert offload.release("weights") == left and offload.release() == held(trainer) == 0
+    assert 0 < optimizer < everything - left, "gradients are not copied"
+    assert offload.restore("weights") == left
+    assert_identical(weights, trainer.local_params())
+    assert offload.restore() == optimizer and held(trainer) == everything
+    assert_identical(before, snapshot(trainer))
+    assert count == 0 or len(made) == count
+
+
 def first(folder: Path, platform) -> None:
     batch = torch.load(folder / "batch.pt")
     for name in RUNS[dist.get_world_size()]:
@@ -112,8 +150,13 @@ def resume(folder: Path, platform) -> None:
         run = folder / f"run_{name}"
         trainer.load(run / "checkpoints" / "step_000002")
         rows = microbatches(trainer, batch)
-        for _ in range(2):
-            trainer.train(rows, loss_fn)
+        offload, made = Offload(trainer, platform), []
+        with pytest.MonkeyPatch.context() as patched:
+            real = platform.host_buffer
+            patched.setattr(platform, "host_buffer", lambda like: (made.append(like), real(like))[1])
+            for _ in range(2):
+                check_offload(trainer, offload, made)
+                trainer.train(rows, loss_fn)
         if trainer.moved_reference():
             with trainer.use_reference():
                 reference = trainer.log_probs(rows)

@@ -1,4 +1,4 @@
-"""What a worker answers to the gate, the same in every engine: six calls, each a method name and a JSON argument.
+"""What a worker answers to the gate, the same in every engine: a few calls, each a method name and a JSON argument.
 
 An engine's own module brings a call to every worker, has it answered here, and brings the answers back.
 """
@@ -54,6 +54,11 @@ def _receive(receiver: Receiver, request: str) -> dict[str, Any]:
     return receiver.receive(SyncRequest.from_json(request))
 
 
+def _forget(receiver: Receiver, _: None) -> dict[str, Any]:
+    receiver.forget()
+    return {}
+
+
 def _scramble(receiver: Receiver, seed: str) -> dict[str, Any]:
     receiver.scramble(int(seed))
     return {}
@@ -68,6 +73,7 @@ METHODS: Mapping[str, Callable[[Receiver, Any], dict[str, Any]]] = {
     "mrl_prepare": _prepare,          # Receiver.prepare of a SyncRequest in JSON
     "mrl_prove": _prove,              # Receiver.prove of a SyncRequest in JSON
     "mrl_receive": _receive,          # Receiver.receive of a SyncRequest in JSON
+    "mrl_forget": _forget,            # Receiver.forget, before an engine sleeps
     "mrl_scramble": _scramble,        # Receiver.scramble of a seed, for tests
     "mrl_fingerprint": _fingerprint,  # Receiver.fingerprint, for tests
 }

@@ -148,6 +148,10 @@ class Receiver:
         self.dirty, self.held = False, request.push
         return reply
 
+    def forget(self) -> None:
+        """The weights are about to be lost: nothing can be applied to them, and only a whole sync brings others."""
+        self.dirty, self.held = True, None
+
     def scramble(self, seed: int) -> None:
         """Overwrite every received element with noise, so that a test can see that a sync restores all of them."""
         generator = torch.Generator(device=self.device).manual_seed(seed)

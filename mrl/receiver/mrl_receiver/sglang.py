@@ -92,9 +92,15 @@ def _receiver_of(updater: Any) -> Receiver:
     """
     runner, workers = updater.tp_worker.model_runner, updater.tp_cpu_group
     if _RECEIVER not in runner.__dict__:
-        refresh = getattr(runner.model, "post_load_weights", lambda: None)
+        remake, scales = getattr(runner.model, "post_load_weights", lambda: None), cache_scales(runner.model)
+        kept = [(scale, scale.detach().clone()) for name, scale in runner.model.named_parameters() if name in scales]
+
+        def refresh() -> None:
+            remake()
+            for scale, value in kept:  # SGLang saves buffers alone from a sleep, and these are none
+                scale.data.copy_(value)
+
         require_plain_layers(runner.model, refresh)
         setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
-                                                 dist.get_world_size(workers), refresh,
-                                                 cache_scales(runner.model)))
+                                                 dist.get_world_size(workers), refresh, scales))
     return getattr(runner, _RECEIVER)

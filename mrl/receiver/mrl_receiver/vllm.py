@@ -74,6 +74,9 @@ class WeightReceiver:
     def mrl_receive(self, request: str) -> dict[str, Any]:
         return answer(self._mrl_receiver, "mrl_receive", request)
 
+    def mrl_forget(self) -> dict[str, Any]:
+        return answer(self._mrl_receiver, "mrl_forget")
+
     def mrl_scramble(self, seed: str) -> dict[str, Any]:
         return answer(self._mrl_receiver, "mrl_scramble", seed)
 
