@@ -12,12 +12,15 @@ import ray
 
 from mrl.cluster.checkpoints import Checkpoints
 from mrl.config.schema import Checkpoint, Log
-from mrl.engine.api import Completion, EngineStatus, Version
+from mrl.engine.api import Completion, EngineClosed, EngineLost, EngineStatus, Version
 from mrl.loop import StepLoop
+from mrl.observe.clock import Clock
 from mrl.observe.runlog import RunLog
+from mrl.platform import get_platform
 from mrl.rollout.service import RolloutService
 from mrl.rollout.worker import RolloutWorker
 from mrl.stream.report import PushReport
+from mrl.turns import Turns
 from tests.e2e.runs import rows, trajectories
 from tests.rollout.experiments import experiment
 from tests.some_ray import some_ray
@@ -30,13 +33,32 @@ MODES = ("one_step_overlap", "colocated_sync")
 
 
 class Gate:
-    """Answers a + 1 after a moment: always right where a is even, half of the time where it is odd."""
+    """Answers a + 1 after a moment: always right where a is even, half of the time where it is odd.
+
+    It may be one that sleeps; then it dies when it is asked for the `dies_at`-th time, and comes back asleep.
+    """
 
     def __init__(self):
-        self.version, self.tokenizer = Version(0, 0), make_tokenizer()
+        self.tokenizer = make_tokenizer()
+
+    async def begin(self, held, dies_at):
+        self.held, self.dies_at, self.asked = held, dies_at, 0
+        self.state, self.version = ("serving", Version(0, 0)) if held == "kv_cache" else ("asleep", None)
+
+    async def sleep(self):
+        self.held, self.state, self.version = "nothing", "asleep", None
+
+    async def wake(self, part):
+        assert (self.held, part) in (("nothing", "weights"), ("weights", "kv_cache"))
+        self.held = part
+        if part == "kv_cache":
+            self.state = "serving" if self.version else "dirty"
+
+    async def holds(self):
+        return self.held
 
     async def status(self):
-        return EngineStatus(0, 1, "serving", self.version, 0, None, 1)
+        return EngineStatus(0, 1, self.state, self.version, 0, None, 1)
 
     async def abort(self, attempt):
         return 0
@@ -45,8 +67,16 @@ class Gate:
         self.version = version
 
     async def generate(self, request):
+        self.asked += 1
+        if self.asked == self.dies_at:
+            await self.sleep()
+            raise EngineLost("dead")
+        if self.state != "serving" or self.version < request.at_least:
+            raise EngineClosed(self.state)
         chance = random.Random(request.seed)
         await asyncio.sleep(0.1 * chance.random())
+        if self.state != "serving":
+            raise EngineClosed("aborted")
         problem = self.tokenizer.decode(request.prompt_ids)
         a = int(problem.partition("+1=?")[0].split()[-1].removeprefix("user"))
         text = str(a + 1) if a % 2 == 0 or chance.random() < 0.5 else "wrong"
@@ -55,10 +85,16 @@ class Gate:
 
 
 class Trainer(Learning):
+    def __init__(self, held, turns):
+        super().__init__()
+        self.held, self.turns = held, turns
+
     def train(self, microbatches, loss_fn):
+        assert not self.turns or self.held() == "nothing"
         return {**super().train(microbatches, loss_fn), "grad_norm": 1.0, "update_skipped": 0.0}
 
     def save(self, directory, extra):
+        assert not self.turns or self.held() == "nothing"
         directory.mkdir()
         for name, content in extra.items():
             (directory / name).write_bytes(content)
@@ -68,10 +104,11 @@ class Trainer(Learning):
 
 
 class Sync:
-    def __init__(self, gate):
-        self.gate = gate
+    def __init__(self, gate, turns):
+        self.gate, self.turns = gate, turns
 
     def push(self, version, engines):
+        assert not self.turns or ray.get(self.gate.holds.remote()) == "weights"
         ray.get(self.gate.serve.remote(version))
         return PushReport(str(version), "broadcast", 0.0, 0.0, 0.0, 0.0, 1, 1.0, errors={0: None}, absent={},
                           verified=False)
@@ -100,18 +137,36 @@ def run(tmp_path_factory):
         worker = ray.remote(num_cpus=0, max_concurrency=100)(RolloutWorker).remote(experiment(**common), find_engines)
         ray.get(worker.prepare.remote(("train",)))
 
-        def run_loop(run_dir: Path, attempt: int = 0, **sections) -> None:
+        def run_loop(run_dir: Path, attempt: int = 0, sleeps: bool = False, dies_at: int = 0, **sections) -> None:
             exp = experiment(**common, **{"loop": {"steps": STEPS}, **sections})
-            ray.get(gate.serve.remote(Version(0, 0)))
+            ray.get(gate.begin.remote("nothing" if sleeps else "kv_cache", dies_at))
             service = RolloutService(exp, [worker], [gate], attempt, kinds=("train",))
             run_dir.mkdir(exist_ok=True)
             log = RunLog(run_dir, Log(tensorboard=False, trajectories_per_step=100), STEPS, attempt)
-            StepLoop(exp, Trainer(), Sync(gate), Orders(), Scatter(), Checkpoints(run_dir, Checkpoint(every=2), STEPS),
-                     service, log, attempt).run()
+            clock = Clock()
+            turns = Turns(get_platform("cpu"), None, sleeps, lambda: None, service, clock)
+            trainer = Trainer(lambda: ray.get(gate.holds.remote()), sleeps)
+            StepLoop(exp, trainer, Sync(gate, sleeps), Orders(), Scatter(),
+                     Checkpoints(run_dir, Checkpoint(every=2), STEPS), service, log, attempt, turns, clock).run()
             service.close()
             log.close()
 
         yield run_loop
+
+
+def test_engines_that_sleep_give_the_same_batches_even_when_one_dies(run, tmp_path):
+    colocated = {"steps": STEPS, "mode": "colocated_sync"}
+    run(tmp_path / "awake", loop=colocated)
+    run(tmp_path / "asleep", loop=colocated, sleeps=True, dies_at=20)
+    assert groups(tmp_path / "asleep") == groups(tmp_path / "awake")
+    assert [row["sync/version"] for row in rows(tmp_path / "asleep", "sync")] == [
+        "0:0", "0:1", "0:2", "0:2", "0:3", "0:4"]
+    for row in rows(tmp_path / "asleep", "train"):
+        named = {name.removeprefix("timing/"): value for name, value in row.items() if name.startswith("timing/")}
+        assert {"sleep", "wake"} <= named.keys() and row["memory/beside_gb"] == 0
+        parts = {name: value for name, value in named.items() if name not in ("step", "generate_sequences")}
+        assert sum(parts.values()) == pytest.approx(named["step"], abs=1e-6)
+    assert not any(name in row for row in rows(tmp_path / "awake", "train") for name in ("timing/sleep", "timing/wake"))
 
 
 def groups(run_dir: Path) -> list[list[int]]:

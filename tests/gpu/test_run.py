@@ -1,33 +1,17 @@
 """The main job on GPUs: one trains, one generates, on additions, after a short supervised warm start; both engines."""
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from tests.e2e.runs import PROJECT, rows
-from tests.gpu.models import addition_model, save_random
-from tools.make_quickstart import make_problems
+from tests.e2e.runs import rows
+from tests.gpu.runs import TOLERANCE, engine_python, mrl, warm_start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 STEPS = 12
 ENGINES = {"vllm": ["--enforce-eager", "--gpu-memory-utilization", "0.3"],
            "sglang": ["--disable-cuda-graph", "--mem-fraction-static", "0.3"]}
-TOLERANCE = 0.03
-"""Mean |Δ log p| between two bfloat16 implementations of one model."""
-
-
-def call(log: Path, *command: str, timeout_s: float) -> str:
-    """Run it in the project's folder; AssertionError with the end of its output when it fails."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(command, cwd=PROJECT, env=env, stdout=file, stderr=subprocess.STDOUT,
-                              timeout=timeout_s).returncode
-    assert code == 0, f"exit code {code}\n{log.read_text()[-4000:]}"
-    return log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -35,31 +19,20 @@ def warm(gpus, tmp_path_factory) -> tuple[Path, list[str]]:
     """A folder with a model after its warm start and its data; the overrides that both commands share."""
     gpus(2)
     folder = tmp_path_factory.mktemp("run")
-    for name, problems in zip(("train", "heldout"), make_problems(1)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
-    save_random(addition_model(), folder / "init", 0.02, "cuda")
-    gpu = ["cluster.device=cuda", "model.dtype=bfloat16", "trainer.parallel.tp=1", f"data.train={folder}/train.jsonl"]
-    print(call(folder / "sft.log", sys.executable, "-c", "from mrl.cli import main; main()", "sft",
-               "configs/quickstart_sft.yaml", *gpu, "cluster.trainer_gpus=1", f"model.path={folder}/init",
-               f"out={folder}/model", f"log.dir={folder}/sft", "steps=150", "batch.samples_per_step=128",
-               "trainer.optimizer.lr=5e-4", timeout_s=200)[-400:])
-    return folder, gpu
+    return folder, warm_start(folder)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def run(request, warm) -> Path:
     """The run directory."""
     (folder, gpu), engine = warm, request.param
-    python = Path(os.environ.get("MRL_HOME", PROJECT / ".mrl")) / engine / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"there is no {python}")
+    python = engine_python(engine)
     runs, args = folder / engine, json.dumps(ENGINES[engine])
-    print(call(folder / f"{engine}.log", sys.executable, "-c", "from mrl.cli import main; main()", "train",
-               "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model",
-               f"eval.datasets.heldout.path={folder}/heldout.jsonl",
-               "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
-               "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.engine={engine}", f"rollout.python={python}",
-               f"rollout.args={args}", f"log.dir={runs}", timeout_s=400)[-3000:])
+    print(mrl(folder / f"{engine}.log", "train", "configs/quickstart_cpu.yaml", *gpu, f"model.path={folder}/model",
+              f"eval.datasets.heldout.path={folder}/heldout.jsonl",
+              "cluster.trainer_gpus=1", "cluster.rollout_gpus=1", f"loop.steps={STEPS}", "eval.every=0",
+              "trainer.optimizer.lr=1e-5", "sync.bucket_mb=16", f"rollout.engine={engine}", f"rollout.python={python}",
+              f"rollout.args={args}", f"log.dir={runs}", timeout_s=400)[-3000:])
     (run_dir,) = runs.iterdir()
     return run_dir
 
