@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,9 @@ def show_plan(console: Console, plan: Plan) -> None:
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, f"Memory a trainer rank ({'with the critic, ' if plan.critic else ''}without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
+    if plan.exp.loop.mode == "colocated_sync" and plan.device == "cuda":
+        _show(console, "Memory of a shared GPU by turn (without activations, contexts and CUDA graphs)",
+              ("turn", "trainer rank", "engine worker", "together"), _turn_rows(plan))
     if plan.exp.algorithm.kl.coef > 0:
         console.print("The reference model adds its weights once more a rank, in host memory.")
     _show(console, "Weight sync", ("what", "value"), _sync_rows(plan))
@@ -303,6 +306,26 @@ def _memory_rows(plan: Plan) -> Rows:
         rows.append((str(rank), *map(_size, (memory.weights, memory.gradients, memory.optimizer, memory.sync,
                                              memory.total))))
     return _capped(rows, plan.layout.world)
+
+
+def turn_memory(plan: Plan) -> dict[str, tuple[int, int]]:
+    """By turn, the bytes of the rank that needs most and of an engine's worker, whose cache is not counted."""
+    rank = max(range(min(plan.layout.world, _MAX_ROWS)), key=lambda rank: rank_memory(plan, rank).total)
+    whole, policy = rank_memory(plan, rank), rank_memory(replace(plan, critic=None), rank)
+    ring = plan.exp.sync.buffers * plan.sync.max_bucket_bytes
+    worker = ring + max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1})
+    offloads, sleeps = plan.exp.trainers_offload(plan.device), plan.exp.engines_sleep(plan.device)
+    return {"train": (whole.total, ring if sleeps else worker),
+            "push": (policy.weights + policy.sync if offloads else whole.total, worker),
+            "generate": (policy.sync if offloads else whole.total, worker)}
+
+
+def _turn_rows(plan: Plan) -> Rows:
+    turns, sleeps = turn_memory(plan), plan.exp.engines_sleep(plan.device)
+    cached = ("generate",) if sleeps else tuple(turns)
+    rows = [(turn, _size(rank), _size(worker) + (" + cache" if turn in cached else ""), _size(rank + worker))
+            for turn, (rank, worker) in turns.items()]
+    return [*rows, ("peak", "", "", _size(max(map(sum, turns.values()))))]
 
 
 def _sync_rows(plan: Plan) -> Rows:

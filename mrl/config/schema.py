@@ -205,7 +205,8 @@ class Sync(Section):
     strategy: Literal["auto", "broadcast", "multi_sender", "sharded"] = Field(
         "auto", description="who sends what to whom; auto: what should take the least time")
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = Field(
-        "auto", description="how buckets travel; auto: nccl between separate GPUs, cuda_ipc within shared ones, else gloo")
+        "auto", description="how buckets travel; auto: nccl between separate GPUs, cuda_ipc within shared ones, else "
+                            "gloo")
     disk_dir: Optional[str] = Field(None, description="transport disk: a directory that all machines of the run see, "
                                     "with room for the model; null: the run directory")
     bucket_mb: PositiveFloat = Field(512, description="size of one flat message, MiB")

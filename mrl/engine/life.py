@@ -3,8 +3,8 @@
 An engine that sleeps shares its GPUs with trainers. Its server is started where nobody else needs the memory, and goes
 to sleep at once; from then on the trainers' rank 0 says whose turn it is:
 
-    all ──sleep──► nothing ──wake("weights")──► weights ──wake("kv_cache")──► all        memory held
-    serving        asleep                       asleep, pushed to             serving    state, if all goes well
+    memory held    all ──sleep──► nothing ──wake("weights")──► weights ──wake("kv_cache")──► all
+    state          serving        asleep                       asleep, pushed to             serving
 
 One that dies stays down until it may hold all memory, and then begins at the left.
 """

@@ -114,6 +114,24 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
     assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
+def test_memory_of_a_shared_gpu_by_turn(invoke, experiment_file, hf_config):
+    shared = ["loop.mode=colocated_sync", "cluster.gpus=2", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null",
+              "cluster.device=cuda", "model.dtype=bfloat16", "rollout.args=[--gpu-memory-utilization=0.3]"]
+    plan = plans.resolve_plan(load_experiment(experiment_file, shared), hf_config, visible_gpus=None)
+    memory, turns = plans.rank_memory(plan, 0), plans.turn_memory(plan)
+    ring = 2 * plan.sync.max_bucket_bytes
+    worker = ring + plans.engine_weights(plan, 0)
+    assert plan.exp.sync.transport == "cuda_ipc"
+    assert turns == {"train": (memory.total, ring), "push": (memory.weights + memory.sync, worker),
+                     "generate": (memory.sync, worker)}
+    kept = load_experiment(experiment_file, [*shared, "loop.sleep_engines=false", "loop.offload_trainers=false"])
+    turns = plans.turn_memory(plans.resolve_plan(kept, hf_config, visible_gpus=None))
+    assert set(turns.values()) == {(memory.total, worker)}
+    result = invoke("check", experiment_file, *shared)
+    assert result.exit_code == 0, result.output
+    assert row(result.output, "generate")[2].endswith(" + cache") and "cache" not in row(result.output, "push")[2]
+
+
 def test_with_cuda_ipc_each_worker_has_the_rank_on_its_gpu_for_a_sender(invoke, experiment_file, hf_config):
     overrides = ["trainer.parallel.pp=2", "loop.mode=colocated_sync", "cluster.gpus=4", "cluster.trainer_gpus=null",
                  "cluster.rollout_gpus=null", "rollout.parallel.tp=2", "cluster.device=cuda",

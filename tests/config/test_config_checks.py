@@ -304,8 +304,11 @@ def test_algorithms_that_work(experiment_file, hf_config, algorithm):
 
 
 def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
-    shared = [*COLOCATED, "cluster.gpus=2", "cluster.device=cuda"]
-    assert "--gpu-memory-utilization=0.35" in found(experiment_file, hf_config, *shared)["rollout.args"]
+    alone = [*COLOCATED, "cluster.gpus=2", "cluster.device=cuda"]
+    assert found(experiment_file, hf_config, *alone) == {}  # they take turns
+    for kept in ("loop.sleep_engines=false", "loop.offload_trainers=false"):
+        assert "--gpu-memory-utilization=0.35" in found(experiment_file, hf_config, *alone, kept)["rollout.args"]
+    shared = [*alone[:-1], "loop.sleep_engines=false", alone[-1]]
     for arguments in ("[--gpu-memory-utilization=0.3]", "[--gpu_memory_utilization, '0.3']"):
         assert found(experiment_file, hf_config, *shared, f"rollout.args={arguments}") == {}
     sglang = [*shared, "rollout.engine=sglang"]
@@ -313,6 +316,23 @@ def test_sharing_gpus_needs_a_share(experiment_file, hf_config):
     assert found(experiment_file, hf_config, *sglang, "rollout.args=[--mem-fraction-static=0.3]") == {}
     assert found(experiment_file, hf_config, *shared[:-1]) == {}  # on cpu
     assert found(experiment_file, hf_config, "cluster.device=cuda") == {}  # partitions of their own
+
+
+@pytest.mark.parametrize("key", ["loop.sleep_engines", "loop.offload_trainers"])
+def test_memory_is_handed_over_only_where_it_is_shared(experiment_file, hf_config, key):
+    shared = [*COLOCATED, "cluster.gpus=2"]
+    assert found(experiment_file, hf_config, *shared, "cluster.device=cuda", f"{key}=true") == {}
+    for alone in ([*shared, "cluster.device=cpu"], ["cluster.device=cuda"]):
+        assert key in found(experiment_file, hf_config, *alone, f"{key}=true")
+        assert found(experiment_file, hf_config, *alone, f"{key}=false") == {}
+
+
+def test_what_does_not_go_with_engines_that_sleep(experiment_file, hf_config):
+    shared = [*COLOCATED, "cluster.gpus=2", "cluster.device=cuda", "rollout.args=[--gpu-memory-utilization=0.3]"]
+    expandable = 'rollout.env={PYTORCH_CUDA_ALLOC_CONF: "max_split_size_mb:64,expandable_segments:True"}'
+    problems = found(experiment_file, hf_config, *shared, "sync.delta=true", expandable)
+    assert problems.keys() == {"sync.delta", "rollout.env.PYTORCH_CUDA_ALLOC_CONF"}
+    assert found(experiment_file, hf_config, *shared, "sync.delta=true", expandable, "loop.sleep_engines=false") == {}
 
 
 def test_all_at_once(experiment_file, hf_config):

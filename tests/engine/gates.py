@@ -26,7 +26,8 @@ class FakeServer:
 
     def __init__(self, experiment, index, run_id, incarnation, log_path, gpus, load_weights):
         self.answers = {"mrl_prepare": [self.ok(not_sharded={}, proven=True)],
-                        "mrl_prove": [self.ok(not_sharded={})], "mrl_forget": [{"error": None}], "mrl_receive": [self.ok(expected=sent(42))]}
+                        "mrl_prove": [self.ok(not_sharded={})], "mrl_receive": [self.ok(expected=sent(42))],
+                        "mrl_forget": [{"error": None}]}
         self.calls, self.waiting, self.code, self.resets, self.stopped = [], [], None, 0, False
         self.memory: list[str] = []  # calls of sleep and wake
         FakeServer.made.append(self)
