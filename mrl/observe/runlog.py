@@ -16,8 +16,8 @@ _PROGRESS = (("reward", "reward/mean", 3), ("acc", "rollout/accuracy", 3), ("len
              ("logprob_diff", "rollout/logprob_diff", 4), ("grad", "actor/grad_norm", 3),
              ("explained", "critic/explained_variance", 3))
 """What the progress line shows of a step: label, metric, digits."""
-_TIMINGS = ("gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor", "sync",
-            "checkpoint")
+_TIMINGS = ("gen", "wait_prev_gen", "old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor",
+            "checkpoint", "offload", "wake", "sync", "sleep", "onload")
 
 
 class RunLog:

@@ -113,3 +113,8 @@ def test_changes_since_another_push_than_the_one_in_place_are_refused():
     receiver.prepared, receiver.prepared_link = object(), request.link
     with pytest.raises(Refused, match="changes since push 0 are of no use: push None is in place"):
         receiver.receive(request)
+    receiver.held, receiver.dirty = 0, False
+    receiver.forget()  # the weights, as an engine goes to sleep
+    with pytest.raises(Refused, match="changes since push 0 are of no use: push None is in place"):
+        receiver.receive(request)
+    assert receiver.dirty

@@ -9,7 +9,7 @@ from torch import nn
 
 from mrl.engine.http import RECEIVER_DIR
 from mrl.receiver.mrl_receiver.sglang import (
-    answer_call, cache_scales, require_plain_layers, seed_batch, watch_layer,
+    answer_call, cache_scales, clear_table, require_plain_layers, seed_batch, watch_layer,
 )
 
 
@@ -36,6 +36,14 @@ def test_every_request_gets_its_seed():
 def test_other_updates_are_sglangs_own():
     update = SimpleNamespace(load_format="flattened_bucket")
     assert answer_call(lambda *arguments: arguments, "updater", update) == ("updater", update)
+
+
+def test_the_table_of_the_cache_is_cleared_when_it_comes_back():
+    pool = SimpleNamespace(req_to_token=torch.full((2, 3), 7))
+    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=pool)))
+    assert clear_table("result", updater, SimpleNamespace(tags=["weights"])) == "result" and pool.req_to_token.all()
+    assert clear_table("result", updater, SimpleNamespace(tags=["kv_cache"])) == "result"
+    assert not pool.req_to_token.any()
 
 
 def experts(process=None) -> nn.Module:

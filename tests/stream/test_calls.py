@@ -61,6 +61,13 @@ def test_a_link_lasts_and_the_engine_is_a_base_for_changes(gang):
     assert push.errors == {0: None}
 
 
+def test_an_engine_that_slept_keeps_its_link_but_is_no_base(gang):
+    first, _ = gang.push()
+    gang.engine.answers["status"] = EngineStatus(0, 1, "asleep", None, 0, None, 1)
+    second, _ = gang.push()
+    assert not second.connect and second.link == first.link and second.base is None
+
+
 def test_a_link_that_a_sender_gave_up_is_forgotten_even_if_the_engine_committed(gang):
     gang.push()
     second, push = gang.push(lost=["rank 3: the socket is closed"])

@@ -7,7 +7,8 @@ around such requests, is passed by: it prepares SGLang's loader, and a Receiver 
 
 The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
 as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
-does so only in its deterministic mode, which costs speed and the prefix cache for more than we need.
+does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. And it clears what is
+read after a sleep before it is written.
 """
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def register() -> None:
     """Called by SGLang before it builds anything."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-        "update_weights_from_tensor", answer_call, HookType.AROUND)
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{updater}.update_weights_from_tensor", answer_call, HookType.AROUND)
+    HookRegistry.register(f"{updater}.resume_memory_occupation", clear_table, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seed_batch, HookType.AFTER)
     for method in PLAIN_METHODS:
@@ -57,6 +58,14 @@ def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     mine = answer(lambda: _receiver_of(updater), call["method"], call["argument"])
     dist.all_gather_object(answers, mine, updater.tp_cpu_group)  # also keeps the workers from going on alone
     return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(answers))
+
+
+def clear_table(result: Any, updater: Any, request: Any) -> Any:
+    """After a scheduler's resume_memory_occupation: the cache's table of places has been made of zeros, and is of
+    anything when it comes back; CUDA graphs read its first row for the requests that are missing in a batch."""
+    if "kv_cache" in request.tags:
+        updater.tp_worker.model_runner.req_to_token_pool.req_to_token.zero_()
+    return result
 
 
 def watch_layer(process: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
