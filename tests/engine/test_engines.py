@@ -73,6 +73,44 @@ def test_in_fp8_an_engine_sees_another_config_unless_it_reads_its_weights(engine
     assert flag not in server(engine, model=sections["model"]).command_line(1)
 
 
+SLEEP_FLAG = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
+SHARED = {"loop": {"mode": "colocated_sync"}, "cluster": {"gpus": 1, "trainer_gpus": None, "rollout_gpus": None}}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_engines_that_share_gpus_sleep_and_none_that_keeps_its_own_weights(engine):
+    flag = SLEEP_FLAG[engine]
+    one = server(engine, [0], **SHARED)
+    assert flag in one.command_line(1) and flag in OWNED_FLAGS[engine]
+    assert one.environment()["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
+    kept = {"mode": "colocated_sync", "sleep_engines": False}
+    for other in (server(engine, **SHARED), server(engine, [0]), server(engine, [0], load_weights=True, **SHARED),
+                  server(engine, [0], **{**SHARED, "loop": kept})):
+        assert not other.sleeps and flag not in other.command_line(1)
+        assert "expandable_segments" not in other.environment().get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_how_a_server_is_told_to_sleep_and_to_wake(engine):
+    said = []
+
+    async def answer(request):
+        said.append((request.path_qs, await request.json()))
+        return web.Response(text="" if engine == "vllm" else "null")
+
+    async def both(one):
+        await one.sleep(5.0)
+        await one.wake("weights", 5.0)
+        await one.wake("kv_cache", 5.0)
+
+    asked(engine, "/{anything}", answer, both)
+    assert said == {
+        "vllm": [("/sleep?level=2", {}), ("/wake_up?tags=weights", {}), ("/wake_up?tags=kv_cache", {})],
+        "sglang": [("/release_memory_occupation", {"tags": ["weights", "kv_cache"]}),
+                   ("/resume_memory_occupation", {"tags": ["weights"]}),
+                   ("/resume_memory_occupation", {"tags": ["kv_cache"]})]}[engine]
+
+
 def test_log_probs_are_of_the_distribution_sampled_from():
     assert value_of(server("vllm").command_line(1), "--logprobs-mode") == "processed_logprobs"
     assert server("sglang").environment()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
