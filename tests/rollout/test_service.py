@@ -66,12 +66,22 @@ class Worker:
 class Gate:
     def __init__(self, index: int, state: str, version: Version | None):
         self.status_now = EngineStatus(index, 1, state, version, 0, None, 1)
+        self.told = []
 
     def status(self):
         return self.status_now
 
     def abort(self, attempt):
         return 0
+
+    def sleep(self):
+        self.told.append("sleep")
+
+    def wake(self, part):
+        self.told.append(part)
+
+    def heard(self):
+        return self.told
 
     def die(self):
         os._exit(1)
@@ -265,12 +275,22 @@ def test_a_request_that_is_given_up_ends_in_the_engine():
 
 
 def test_engines_without_the_last_push_are_named(make):
-    service = make(gates=[("serving", V0), ("dirty", None), ("starting", None), ("serving", V1), ("failed", None)],
-                   stuck={0})
+    service = make(gates=[("serving", V0), ("dirty", None), ("starting", None), ("serving", V1), ("failed", None),
+                          ("asleep", None)], stuck={0})
     service.served = V1
     service.ask_training(0, V1)
-    assert service.wait(beat) == [0, 1]
-    assert service.without(V1) == [0, 1, 2, 4]
+    assert service.wait(beat) == [0, 1, 5]
+    assert service.without(V1) == [0, 1, 2, 4, 5]
+
+
+def test_all_engines_are_told_to_sleep_and_to_wake_but_those_whose_gates_have_died(make):
+    service = make(gates=[("asleep", None), ("serving", V0), ("serving", V0)])
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(service.engines[1].die.remote())
+    service.sleep()
+    service.wake("weights")
+    service.wake("kv_cache")
+    assert ray.get([service.engines[i].heard.remote() for i in (0, 2)]) == [["sleep", "weights", "kv_cache"]] * 2
 
 
 def test_without_any_engine_the_wait_ends(make):

@@ -101,6 +101,25 @@ def test_every_link_gets_every_bucket_and_the_checksums_however_slow_it_is(model
                                                  for name, tensor in expected.items()}}
 
 
+def test_weights_may_have_been_away_between_two_syncs_but_not_replaced(model):
+    """Views are made once, and follow memory that was given up and taken back elsewhere."""
+    transport = RecordingTransport()
+    sender = Sender(model, [target(0)], {0: transport})
+    params, engines = sender.trainer.params, frozenset({0})
+    kept = {name: param.clone() for name, param in params.items()}
+    for param in params.values():
+        param.untyped_storage().resize_(0)
+    others = [torch.empty_like(value) for value in kept.values()]  # takes the places that have become free
+    for name, param in params.items():
+        param.untyped_storage().resize_(kept[name].nbytes)
+        param.copy_(kept[name])
+    assert others and sender.gatherer.current(params, engines) and not sender.gatherer.current(params, frozenset({1}))
+    assert sender.stream().errors == {}
+    got = received_tensors(transport)
+    assert all(torch.equal(got[name], value) for name, value in weights(model, 1).items())
+    assert not sender.gatherer.current({name: param.clone() for name, param in params.items()}, engines)
+
+
 def test_engines_that_get_buckets_of_their_own_get_them_one_engine_at_a_time(model, monkeypatch):
     transports = {engine: RecordingTransport() for engine in range(ENGINES)}
     sender = Sender(model, [target(engine) for engine in transports], transports, "multi_sender")
