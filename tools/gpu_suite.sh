@@ -87,7 +87,7 @@ run_sync() {
 run_ipc() {
     local shape
     for shape in qwen2.5-1.5b qwen2.5-7b; do
-        run_sync ipc 1 $shape 0.5 0.5 --transport cuda_ipc --verify off on --rounds 5
+        run_sync ipc 1 $shape 0.5 0.5 --transport cuda_ipc --bucket-mb 256 512 1024 --verify off on --rounds 5
     done
 }
 
