@@ -110,7 +110,7 @@ class Sync:
     def push(self, version, engines):
         assert not self.turns or ray.get(self.gate.holds.remote()) == "weights"
         ray.get(self.gate.serve.remote(version))
-        return PushReport(str(version), "broadcast", 0.0, 0.0, 0.0, 0.0, 1, 1.0, errors={0: None}, absent={},
+        return PushReport(str(version), "broadcast", 0.0, 0.0, 0.0, 0.0, 0.0, 1, 1.0, errors={0: None}, absent={},
                           verified=False)
 
 

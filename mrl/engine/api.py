@@ -94,7 +94,8 @@ class Prepared:
 class SyncResult:
     """One engine's account of a sync that was committed.
 
-    Seconds are those of the slowest worker: waiting for bytes (`receive_s`), and putting them in place (`apply_s`).
+    Seconds are those of the slowest worker: waiting for bytes (`receive_s`), putting them in place (`apply_s`),
+    and all from the first byte to the last in place (`transfer_s`), in which these two overlap.
     `drain_s`: waiting for requests in flight. `unverified`: HF tensors whose place in the engine is not known, so that
     their checksums could not be compared; only filled in when `verified`.
     """
@@ -103,6 +104,7 @@ class SyncResult:
     drain_s: float
     receive_s: float
     apply_s: float
+    transfer_s: float
     unverified: tuple[str, ...] = ()
 
 

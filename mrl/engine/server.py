@@ -244,7 +244,7 @@ class EngineServer(ServerLife):
                 raise SyncError(f"verification failed: {summary(problems)}")
             unverified = tuple(sorted({name for reply in replies for name in reply["opaque"]}))
         await emptied
-        slowest = {key: max(reply[key] for reply in replies) for key in ("receive_s", "apply_s")}
+        slowest = {key: max(reply[key] for reply in replies) for key in ("receive_s", "apply_s", "transfer_s")}
         return SyncResult(verified=request.verify, drain_s=drained, unverified=unverified, **slowest)
 
     async def _workers(self, method: str, request: SyncRequest, deadline: float) -> list[dict]:

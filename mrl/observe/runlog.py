@@ -80,7 +80,8 @@ class RunLog:
     def push(self, step: int, report: PushReport) -> None:
         """One weight sync: sizes and seconds; an engine that failed is named, and gets the weights when it is back."""
         self.metrics(step, {"kind": "sync", "sync/seconds": report.seconds, "sync/gather": report.gather_s,
-                            "sync/send": report.send_s, "sync/load": report.load_s, "sync/bytes": report.bytes,
+                            "sync/send": report.send_s, "sync/load": report.load_s,
+                            "sync/transfer": report.transfer_s, "sync/bytes": report.bytes,
                             "sync/sent_fraction": report.sent_fraction,
                             "sync/verified": report.verified, "sync/unverified": len(report.unverified),
                             "sync/version": report.version, "sync/strategy": report.strategy})

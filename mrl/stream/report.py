@@ -29,8 +29,9 @@ class Sent:
 @dataclass(frozen=True)
 class PushReport:
     """How one push went. Times in seconds: whole, slowest gathering rank, slowest sender, slowest engine worker's
-    copying into its parameters; `bytes` were sent to all engines together, by `strategy`, the `sent_fraction` of what a
-    push of everything sends (1.0 when there was nobody to send to).
+    copying into its parameters and its whole transfer; what of `seconds` is not `transfer_s` are calls between
+    processes, and what an engine does before and after. `bytes` were sent to all engines together, by `strategy`, the
+    `sent_fraction` of what a push of everything sends (1.0 when there was nobody to send to).
 
     errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
     could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
@@ -44,6 +45,7 @@ class PushReport:
     gather_s: float
     send_s: float
     load_s: float
+    transfer_s: float
     bytes: int
     sent_fraction: float
     errors: dict[int, Optional[str]]

@@ -129,6 +129,7 @@ class WeightSync:
             gather_s=max((part.gather_s for part in sent), default=0.0),
             send_s=max((part.send_s for part in sent), default=0.0),
             load_s=max((result.apply_s for result in results), default=0.0),
+            transfer_s=max((result.transfer_s for result in results), default=0.0),
             bytes=sum(part.bytes for part in sent), sent_fraction=_fraction(sent),
             errors=push.errors, absent=push.absent,
             verified=bool(results) and all(result.verified for result in results),

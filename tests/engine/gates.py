@@ -39,7 +39,8 @@ class FakeServer:
 
     @staticmethod
     def ok(**extra):
-        return {"error": None, "holdings": WHOLE, "opaque": {}, "receive_s": 0.1, "apply_s": 0.2, **extra}
+        return {"error": None, "holdings": WHOLE, "opaque": {}, "receive_s": 0.1, "apply_s": 0.2, "transfer_s": 0.25,
+                **extra}
 
     async def start(self):
         if FakeServer.start_failures:

@@ -71,8 +71,8 @@ def test_samples_are_not_kept_when_not_wanted(log, tmp_path):
 
 def test_a_failed_push_names_the_engine(log, tmp_path):
     log.push(4, PushReport(
-        version="1:4", strategy="broadcast", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, bytes=10,
-        sent_fraction=0.5, errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
+        version="1:4", strategy="broadcast", seconds=1.0, gather_s=0.1, send_s=0.2, load_s=0.3, transfer_s=0.4,
+        bytes=10, sent_fraction=0.5, errors={0: None, 1: "broken"}, absent={2: "it is starting"}, verified=False))
     row, = lines(tmp_path / "metrics.jsonl")
     assert (row["kind"], row["sync/bytes"], row["sync/sent_fraction"]) == ("sync", 10, 0.5)
     progress = (tmp_path / "progress.log").read_text()

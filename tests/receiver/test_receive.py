@@ -133,7 +133,7 @@ def test_shards_that_do_not_fit_change_nothing_and_a_plan_without_them_does(capl
     other = Senders(wire)
     reply = receivers[0].prepare(other.request(2, link="other"))
     assert reply["not_sharded"].keys() == {"q", "k", "o"} and not reply["proven"]
-    assert sync(senders, receivers, senders.request(2), tensors(2))[0].keys() == {"receive_s", "apply_s"}
+    assert sync(senders, receivers, senders.request(2), tensors(2))[0].keys() == {"receive_s", "apply_s", "transfer_s"}
     for receiver in receivers:
         expect(receiver.model, tensors(2))
 

@@ -19,7 +19,7 @@ class Engine:
 
     def __init__(self):
         self.answers = {"status": EngineStatus(0, 1, "serving", Version(0, 0), 0, None, 1), "prepare": Prepared({}),
-                        "receive": SyncResult(verified=True, drain_s=0.0, receive_s=0.0, apply_s=0.0)}
+                        "receive": SyncResult(verified=True, drain_s=0.0, receive_s=0.0, apply_s=0.0, transfer_s=0.0)}
 
     def __getattr__(self, method: str):
         future: Future = Future()

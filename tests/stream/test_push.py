@@ -80,8 +80,8 @@ def test_only_the_engines_named_are_pushed_to(fleet, model):
 
 
 def test_reports_survive_json():
-    report = PushReport("0:1", "sharded", 1.0, 0.5, 0.25, 0.125, 8, 0.5, {0: None, 2: "lost"}, {1: "starting"}, True,
-                        ("norm",))
+    report = PushReport("0:1", "sharded", 1.0, 0.5, 0.25, 0.125, 0.375, 8, 0.5, {0: None, 2: "lost"},
+                        {1: "starting"}, True, ("norm",))
     assert PushReport.from_json(report.to_json()) == report
     sent = Sent(1.0, 2.0, 3, 6, {4: "lost"})
     assert Sent.from_json(sent.to_json()) == sent

@@ -1,4 +1,4 @@
-"""The trainer's side of the comparisons: a raw broadcast, and syncs tensor by tensor. For rank 0 alone.
+"""The trainer's side of the comparisons: a raw broadcast or copy, and syncs tensor by tensor. For rank 0 alone.
 
 Methods that measure return seconds.
 """
@@ -47,6 +47,23 @@ class RawBroadcast:
 
     def push(self) -> float:
         return _pass_on(*self.groups, self.buffer, self.sizes)
+
+
+class DeviceCopy:
+    """`nbytes` copied from one place in the memory of `device` to another, in pieces as large as a raw broadcast's."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.nbytes, self.device = nbytes, device
+        self.source, self.target = torch.zeros(2, min(nbytes, RAW_BYTES), dtype=torch.uint8, device=device)
+
+    def push(self) -> float:
+        finish(self.device)
+        began = time.perf_counter()
+        for start in range(0, self.nbytes, len(self.source)):
+            size = min(len(self.source), self.nbytes - start)
+            self.target[:size].copy_(self.source[:size])
+        finish(self.device)
+        return time.perf_counter() - began
 
 
 def _receive_raw(rank: int, device: torch.device, sizes: Sequence[int], rounds: int, meeting: dict) -> None:

@@ -121,9 +121,9 @@ class Receiver:
     def receive(self, request: SyncRequest) -> dict[str, Any]:
         """Receive all buckets and put them in place. `prepare` has taken on the plan for this link.
 
-        Returns {"receive_s", "apply_s"} and, with request.verify, {"holdings", "opaque"}, and on worker 0 "expected":
-        the senders' checksums, in the form of `sums_key`. Raises Refused with nothing changed, or another error with
-        `dirty` left True.
+        Returns {"receive_s", "apply_s", "transfer_s"} and, with request.verify, {"holdings", "opaque"}, and on worker 0
+        "expected": the senders' checksums, in the form of `sums_key`. Raises Refused with nothing changed, or another
+        error with `dirty` left True.
         """
         self._check(request)
         self._require_prepared(request)
@@ -218,7 +218,7 @@ class Receiver:
 
     def _transfer(self, request: SyncRequest, deadline: float) -> dict[str, float]:
         """All buckets, and then what the engine derives from them."""
-        own = self.prepared
+        own, joined = self.prepared, time.monotonic()
         own.routes.staging.clear()
 
         fill = request.base is None  # else what is filled is there, and filling would spoil the base of later buckets
@@ -234,7 +234,8 @@ class Receiver:
         with torch.no_grad():
             self.refresh()
         finish_stream(self.device)
-        return {**seconds, "apply_s": seconds["apply_s"] + time.monotonic() - began}
+        ended = time.monotonic()
+        return {**seconds, "apply_s": seconds["apply_s"] + ended - began, "transfer_s": ended - joined}
 
     def _expected(self, request: SyncRequest, deadline: float) -> dict[str, Any]:
         """What all senders together have sent. LinkError when one of them does not say."""
