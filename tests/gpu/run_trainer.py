@@ -63,6 +63,8 @@ def check_gradients(trainer, batch, truth: dict, name: str) -> None:
 
     trainer.optimizer.step = keep
     metrics = trainer.train([batch[:3], [], batch[3:]], loss_fn)
+    if dist.get_rank():
+        return
     assert gradients.keys() == truth["gradients"].keys()
     errors = {key: float((gradients[key].float() - value).norm() / value.norm())
               for key, value in truth["gradients"].items()}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.gang import experiment, gang, whole_gradients
@@ -48,6 +49,8 @@ def main(folder: Path, platform) -> None:
         found.append(whole_gradients(trainer))
         for loss in losses:
             assert math.isclose(loss, expected_nll(folder / "llama"), rel_tol=1e-5)
+    if dist.get_rank():
+        return
     packed_gradients, gradients = found
     assert gradients.keys() == packed_gradients.keys()
     for name, gradient in gradients.items():

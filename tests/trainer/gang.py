@@ -51,8 +51,9 @@ def parse_parallel(words: str) -> dict:
 
 
 def whole_gradients(model) -> dict[str, torch.Tensor]:
-    """Gradients of a TrainedModel by Hugging Face name, on the host, assembled from all ranks through the reshard
-    rules; of a critic also "value_head", and zeros for the output layer that it does not have. Collective."""
+    """On rank 0, gradients of a TrainedModel by Hugging Face name, on the host, assembled from all ranks through the
+    reshard rules; of a critic also "value_head", and zeros for the output layer that it does not have. Nothing on other
+    ranks. Collective."""
     from mrl.reshard import chunk_prefix, is_output, local_params
     from mrl.reshard.export import export_tensors
 
@@ -69,8 +70,10 @@ def whole_gradients(model) -> dict[str, torch.Tensor]:
                 head = param.main_grad.cpu()
             else:
                 local[chunk_prefix(model.layout, index) + name] = param.main_grad.cpu()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (local, head))
+    everyone = None if dist.get_rank() else [None] * dist.get_world_size()
+    dist.gather_object((local, head), everyone)
+    if everyone is None:
+        return {}
     layout = model.layout
     whole = dict(export_tensors(model.spec, layout, lambda coord, name: everyone[layout.rank(coord)][0][name],
                                 model.te))

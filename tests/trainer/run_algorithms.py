@@ -44,6 +44,8 @@ def compare(name: str, metrics: dict, gradients: dict, means: dict, truth: dict)
                          "cut": "importance_cut", "ess": "importance_ess", "largest": "importance_max"}.items():
         if ours in metrics:
             assert metrics[ours] == pytest.approx(means[theirs], rel=1e-4, abs=1e-5), (name, ours)
+    if dist.get_rank():
+        return
     assert gradients.keys() == truth.keys()
     for tensor, wanted in truth.items():
         error = float((gradients[tensor] - wanted).norm() / wanted.norm().clamp(min=1e-9))
