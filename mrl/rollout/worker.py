@@ -60,8 +60,11 @@ class RolloutWorker:
     async def prepare(self, kinds: Sequence[Kind]) -> None:
         """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
         if "train" in kinds:
-            if self.experiment.teacher:
-                self.encoder.require_same_tokens(self.experiment.teacher.path)
+            teacher, critic = self.experiment.teacher, self.experiment.algorithm.critic.path
+            if teacher:
+                self.encoder.require_same_tokens(teacher.path, "teacher.path")
+            if critic:
+                self.encoder.require_same_tokens(critic, "algorithm.critic.path")
             await self._read(self.sources[""], self.experiment.data.train, None)
         if "eval" in kinds:
             for name, dataset in self.experiment.eval.datasets.items():
