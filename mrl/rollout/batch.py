@@ -21,9 +21,13 @@ T = TypeVar("T")
 
 @dataclass
 class Batch:
-    """One data-parallel replica's share of what a step trains on: minibatches of microbatches of samples."""
+    """One data-parallel replica's share of what a step trains on: minibatches of microbatches of samples.
+
+    total: samples of the whole batch, over all replicas.
+    """
 
     minibatches: list[list[Microbatch]]
+    total: int
 
     def add_field(self, name: str, values: list[torch.Tensor]) -> None:
         """Give every sample the per-token field `name`; `values` in the order of `microbatches`."""
@@ -93,7 +97,7 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> S
                     for _ in group.trajectories]
     _weigh(samples, minibatch_of, [s.group for s in scored], experiment)
 
-    split = Split([Batch([]) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
+    split = Split([Batch([], len(samples)) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
     for minibatch in range(minibatches):
         members = [index for index, own in enumerate(minibatch_of) if own == minibatch]
         lengths = [len(samples[index]["tokens"]) for index in members]
