@@ -145,6 +145,17 @@ def distillation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     return {"distill/reverse_kl": total / tokens} if tokens else {}
 
 
+def seconds_taught(groups: Sequence[Group]) -> dict[str, float]:
+    """How long the teacher had something to do: the length of the union of its times with the groups. Nothing without
+    a teacher."""
+    spans = sorted(group.taught for group in groups if group.taught)
+    total, reached = 0.0, 0.0
+    for begun, ended in spans:
+        total += max(0.0, ended - max(begun, reached))
+        reached = max(reached, ended)
+    return {"timing/teach_sequences": total} if spans else {}
+
+
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
     """What the sampled batch was like; {} for an empty one.
 
@@ -176,4 +187,5 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
         "rollout/tokens": sum(lengths),
         **distillation_metrics(trajectories),
         "timing/generate_sequences": max(g.finished for g in groups) - min(g.started for g in groups),
+        **seconds_taught(groups),
     }

@@ -69,7 +69,8 @@ class Group:
 
     regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
     baseline: the greedy sample that ReMax compares with; it is not trained on.
-    started, finished: wall clock, seconds since the epoch. subset: the subset of its data set that it belongs to.
+    started, finished: wall clock, seconds since the epoch; taught: likewise, when the teacher was first asked about its
+    samples, and when it had answered about all. subset: the subset of its data set that it belongs to.
     """
 
     request: GroupRequest
@@ -80,6 +81,7 @@ class Group:
     baseline: Trajectory | None = None
     started: float = 0.0
     finished: float = 0.0
+    taught: tuple[float, float] | None = None
     subset: str = ""
 
     @property

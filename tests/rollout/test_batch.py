@@ -144,6 +144,16 @@ def test_a_teachers_opinion_becomes_advantages_and_a_metric():
     assert "distill/reverse_kl" not in rollout_metrics([group(0, [0, 1])], Version(0, 1))
 
 
+@pytest.mark.parametrize("spans, seconds", [
+    ([(1, 2)], 1), ([(1, 4), (2, 3)], 3), ([(5, 6), (1, 3), (2, 4)], 4), ([(1, 2), (2, 3)], 2)])
+def test_a_teacher_is_busy_while_any_group_is_with_it(spans, seconds):
+    groups = [group(number, [1, 0]) for number in range(len(spans))]
+    assert "timing/teach_sequences" not in rollout_metrics(groups, Version(0, 1))
+    for one, span in zip(groups, spans):
+        one.taught = (float(span[0]), float(span[1]))
+    assert rollout_metrics(groups, Version(0, 1))["timing/teach_sequences"] == seconds
+
+
 def test_the_mean_of_each_part_of_the_reward():
     groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
     for score, trajectory in zip((1.0, 0.0, 0.25, 0.75), (t for g in groups for t in g.trajectories)):

@@ -244,7 +244,8 @@ def test_a_teacher_scores_the_sampled_tokens_of_training_prompts_alone(make_work
     worker = make_worker([gate], lambda: [teacher], **sections)
     heldout, trained = run(worker, [GroupRequest(0, 0, 0, 1, "eval", "heldout"), GroupRequest(1, 0, 0, 2, "train")],
                            kinds=("train", "eval"))
-    assert heldout.trajectories[0].teacher_log_prob is None
+    assert heldout.trajectories[0].teacher_log_prob is None and heldout.taught is None
+    assert trained.finished <= trained.taught[0] <= trained.taught[1]
     assert len(teacher.asked) == 3 and not trained.regenerated  # lost and asked again; the sample is still its own
     for t in trained.trajectories:
         assert t.tokens.tolist() in teacher.asked and t.teacher_log_prob.dtype == np.float32
