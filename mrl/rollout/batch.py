@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from mrl.algorithm.advantages import Scored
-from mrl.algorithm.filters import accuracy
+from mrl.algorithm.filters import all_equal
 from mrl.algorithm.weights import token_weights
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
@@ -159,8 +159,9 @@ def seconds_taught(groups: Sequence[Group]) -> dict[str, float]:
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
     """What the sampled batch was like; {} for an empty one.
 
-    `accuracy` is the share of samples with full marks. Rewards are the graders', without the overlong penalty;
-    reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could not score.
+    `accuracy` is the share of samples that are right (`reward.accuracy`). Rewards are the graders', without the
+    overlong penalty; reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could
+    not score.
     """
     if not groups:
         return {}
@@ -176,12 +177,12 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
            for part in trajectories[0].reward_parts},
         "reward/errors": sum(t.reward_error is not None for t in trajectories),
         "reward/overlong_penalty": sum(t.overlong_penalty for t in trajectories) / n,
-        "rollout/accuracy": accuracy(rewards),
+        "rollout/accuracy": sum(t.correct for t in trajectories) / n,
         "rollout/response_length": sum(lengths) / n,
         "rollout/response_length_max": max(lengths),
         "rollout/truncated": sum(t.finish_reason == "length" for t in trajectories) / n,
         "rollout/groups_without_signal":
-            sum(len({t.shaped_reward for t in group.trajectories}) == 1 for group in groups) / len(groups),
+            sum(all_equal([t.shaped_reward for t in group.trajectories]) for group in groups) / len(groups),
         "rollout/groups_regenerated": sum(g.regenerated for g in groups),
         "rollout/version_lag": sum(current.step - g.version.step for g in groups) / len(groups),
         "rollout/tokens": sum(lengths),

@@ -174,7 +174,8 @@ class RolloutWorker:
         samples = [Sample(row[data.prompt_key], t.response_text, row[data.answer_key], row, t.response_length,
                           name=f"sample {i} of {group}") for i, t in enumerate(trajectories)]
         for t, result in zip(trajectories, await source.rewards.score(samples), strict=True):
-            t.reward, t.reward_error, t.extracted = result.reward, result.error, result.extracted
+            t.reward, t.correct, t.reward_error = result.reward, result.correct, result.error
+            t.extracted = result.extracted
             t.reward_parts = dict(result.parts)
 
     async def _teach(self, group: Group) -> None:

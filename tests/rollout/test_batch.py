@@ -126,6 +126,8 @@ def test_versions_are_as_promised(age, lag, regenerated, fine):
 
 def test_metrics():
     metrics = rollout_metrics([group(0, [1, 0], [2, 4]), group(1, [1, 1], [3, 3], regenerated=True)], Version(0, 1))
+    rounded = rollout_metrics([group(0, [0.1 + 0.2, 0.3])], Version(0, 1))
+    assert rounded["rollout/groups_without_signal"] == 1  # advantages are 0, too
     assert metrics["reward/mean"] == 0.75 and metrics["rollout/accuracy"] == 0.75
     assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
     assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
