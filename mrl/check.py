@@ -170,16 +170,19 @@ def show_environment(console: Console, exp: Experiment | None) -> None:
 def show_rates(console: Console, exp: Experiment, run_dir: Path, gpus: int | None) -> None:
     """Print how a run's timings would have the experiment's GPUs split."""
     found = rates.report(exp, run_dir, gpus)
-    run, best = found["rates"], found["splits"]
+    run, best, shared, taught = found["rates"], found["splits"], found["colocated"], exp.teacher is not None
+    teacher = f", teacher {run.teaching:.1f} GPU-seconds" if taught else ""
     console.print(f"{run_dir}, median of {run.steps} steps: generation {run.generation:.1f} GPU-seconds, training "
-                  f"{run.training:.1f} GPU-seconds, sync {run.sync:.2f} s", highlight=False)
-    _show(console, f"one_step_overlap on {found['gpus']} GPUs, if both sides scale with theirs",
-          ("cluster.trainer_gpus", "cluster.rollout_gpus", "step", "trainers idle", "engines idle"),
-          [(str(split.trainer_gpus), str(split.rollout_gpus), f"{split.step_s:.2f} s", f"{split.trainer_idle:.0%}",
-            f"{split.rollout_idle:.0%}") for split in best])
-    console.print(f"colocated_sync on all {found['gpus']}: {found['colocated_step_s']:.2f} s, and the time to hand "
-                  f"over memory. Use cluster.trainer_gpus={best[0].trainer_gpus} "
-                  f"cluster.rollout_gpus={best[0].rollout_gpus}, and measure again.", highlight=False)
+                  f"{run.training:.1f} GPU-seconds{teacher}, sync {run.sync:.2f} s", highlight=False)
+    parts = ("trainer", "rollout", *(["teacher"] if taught else []))
+    _show(console, f"one_step_overlap on {found['gpus']} GPUs, if all parts scale with theirs",
+          (*(f"cluster.{part}_gpus" for part in parts), "step", *(f"{part} idle" for part in parts)),
+          [(*(str(getattr(split, f"{part}_gpus")) for part in parts), f"{split.step_s:.2f} s",
+            *(f"{getattr(split, f'{part}_idle'):.0%}" for part in parts)) for split in best])
+    chosen = " ".join(f"cluster.{part}_gpus={getattr(best[0], f'{part}_gpus')}" for part in parts)
+    console.print(f"colocated_sync on {shared.gpus}{f' and {shared.teacher_gpus} for the teacher' if taught else ''}: "
+                  f"{shared.step_s:.2f} s, and the time to hand over memory. Use {chosen}, and measure again.",
+                  highlight=False)
 
 
 def show_warnings(console: Console, problems: Sequence[Problem]) -> None:

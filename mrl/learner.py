@@ -87,7 +87,7 @@ class Learner:
 
     def _train_policy(self, batch: Batch) -> dict[str, float]:
         """The policy's optimizer steps, then the KL coefficient of the next batch."""
-        shape, kl = self.experiment.batch, self.algorithm.kl
+        kl = self.algorithm.kl
         with self.clock("update_actor"):
             updates = [finished(update)
                        for update in self._update(batch, self.trainer, make_loss(self.algorithm, self.kl_coef))]
@@ -95,8 +95,7 @@ class Learner:
         metrics["rollout/logprob_diff"] = updates[0]["logprob_diff"]  # later minibatches differ by design
         if kl.coef > 0:
             metrics["actor/kl_coef"] = self.kl_coef
-            samples = shape.prompts_per_step * shape.samples_per_prompt
-            self.kl_coef = adapted_coef(self.kl_coef, metrics["actor/kl"], samples, kl)
+            self.kl_coef = adapted_coef(self.kl_coef, metrics["actor/kl"], batch.total, kl)
         return metrics
 
     def _update(self, batch: Batch, model: TrainedModel, loss: Callable) -> list[dict[str, float]]:

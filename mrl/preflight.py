@@ -19,7 +19,7 @@ from mrl.config.checks import check_evaluation, check_experiment
 from mrl.config.errors import Problem
 from mrl.config.load import is_hub_id
 from mrl.config.rewards import Custom, Part, RewardModel
-from mrl.config.schema import Data, Experiment, Model, Teacher
+from mrl.config.schema import Data, Experiment, Model
 from mrl.config.sft import SftExperiment
 from mrl.config.sft_checks import check_sft
 from mrl.data.prompts import DataError, load_prompts
@@ -38,10 +38,11 @@ def preflight_plan(exp: Experiment, visible_gpus: int | None) -> Findings:
     `visible_gpus`: GPUs to plan for; None: as many as it takes.
     """
     problems, hf_config = read_model_config(exp)
-    unreadable, critic_config = read_critic_config(exp)
-    problems += [*unreadable, *check_files(exp), *check_prompts("data.train", exp.data.train, exp.data),
+    no_critic, critic_config = read_critic_config(exp)
+    no_teacher, teacher_config = read_teacher_config(exp)
+    problems += [*no_critic, *no_teacher, *check_files(exp), *check_prompts("data.train", exp.data.train, exp.data),
                  *check_heldout(exp)]
-    return problems + check_experiment(exp, hf_config, visible_gpus, critic_config), hf_config
+    return problems + check_experiment(exp, hf_config, visible_gpus, critic_config, teacher_config), hf_config
 
 
 def preflight_training(exp: Experiment) -> Findings:
@@ -79,6 +80,11 @@ def read_critic_config(exp: Experiment) -> Findings:
     return _read_config("algorithm.critic.path", path) if exp.algorithm.has_critic and path else ([], None)
 
 
+def read_teacher_config(exp: Experiment) -> Findings:
+    """config.json of `teacher.path`; none without a teacher."""
+    return _read_config("teacher.path", exp.teacher.path) if exp.teacher else ([], None)
+
+
 def _read_config(key: str, path: str) -> Findings:
     directory = Path(path)
     try:
@@ -105,9 +111,9 @@ def check_files(exp: Experiment) -> Iterator[Problem]:
     yield from check_model_files(exp.model)
     if exp.algorithm.has_critic and exp.algorithm.critic.path:
         if Path(exp.algorithm.critic.path).is_dir():
-            yield from _check_weights("algorithm.critic.path", exp.algorithm.critic.path)
-    if exp.teacher:
-        yield from check_teacher(exp.teacher)
+            yield from _check_model_directory("algorithm.critic.path", exp.algorithm.critic.path)
+    if exp.teacher and Path(exp.teacher.path).is_dir():
+        yield from _check_model_directory("teacher.path", exp.teacher.path)
     for key, reward in exp.rewards.items():
         for name, part in reward.parts.items():
             yield from _check_part_files(f"{key}.parts.{name}", part)
@@ -123,14 +129,6 @@ def check_model_files(model: Model) -> Iterator[Problem]:
         yield from _check_model_directory("model.path", model.path)
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         yield Problem("model.chat_template", model.chat_template, "an existing file", "no such file")
-
-
-def check_teacher(teacher: Teacher) -> Iterator[Problem]:
-    """The teacher's weights and tokenizer, if it is no hub id."""
-    if Path(teacher.path).is_dir():
-        yield from _check_model_directory("teacher.path", teacher.path)
-    elif not is_hub_id(teacher.path):
-        yield Problem("teacher.path", teacher.path, "a Hugging Face model directory or hub id", "no such directory")
 
 
 def _check_weights(key: str, path: str) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """`mrl check --rates RUN`: how to split GPUs between trainers and engines, from the timings of a run.
 
-The work of a step is taken to scale with the GPUs that do it: with G the GPU-seconds that generation takes and T those
-of training, t trainer and r rollout GPUs take max(G / r, T / t) a step in one_step_overlap, and n shared ones
-(G + T) / n in colocated_sync, each and the weight sync's time.
+The work of a step is taken to scale with the GPUs that do it: with G the GPU-seconds that generation takes, T those of
+training and D those of a teacher, t trainer, r rollout and d teacher GPUs take max(G / r, T / t, D / d) a step in
+one_step_overlap, and n shared ones max(G / n, D / d) + T / n in colocated_sync, each and the weight sync's time.
 """
 from __future__ import annotations
 
@@ -21,22 +21,34 @@ _TRAINING = ("old_log_prob", "ref_log_prob", "values", "update_actor", "update_c
 
 
 class Rates(NamedTuple):
-    """What one step takes, in the median of a run's steps: generation and training in GPU-seconds, sync in seconds."""
+    """What one step takes, in the median of a run's steps: generation, training and a teacher's part in GPU-seconds,
+    sync in seconds. teaching is None where the run had no teacher."""
 
     generation: float
     training: float
     sync: float
     steps: int
+    teaching: float | None = None
 
 
 class Split(NamedTuple):
-    """A division of GPUs, the seconds that a step of it should take, and the share of it that each side idles."""
+    """A division of GPUs, the seconds that a step of it should take, and the share of it that each part idles."""
 
     trainer_gpus: int
     rollout_gpus: int
     step_s: float
     trainer_idle: float
     rollout_idle: float
+    teacher_gpus: int = 0
+    teacher_idle: float = 0.0
+
+
+class Shared(NamedTuple):
+    """How colocated_sync would use as many: `gpus` for trainers and engines, the rest for a teacher."""
+
+    gpus: int
+    teacher_gpus: int
+    step_s: float
 
 
 def measured(run_dir: Path) -> Rates:
@@ -61,27 +73,44 @@ def measured(run_dir: Path) -> Rates:
     def typical(names: tuple[str, ...]) -> float:
         return median(sum(step.get(f"timing/{name}", 0.0) for name in names) for step in steps)
 
+    teaching = typical(("teach_sequences",)) * exp.cluster.teacher_gpus if exp.teacher else None
     return Rates(typical(("generate_sequences",)) * rollout_gpus, typical(_TRAINING) * exp.trainer_ranks,
-                 typical(("sync",)), len(steps))
+                 typical(("sync",)), len(steps), teaching)
 
 
 def splits(exp: Experiment, rates: Rates, gpus: int) -> list[Split]:
-    """Every division of `gpus` into whole trainer replicas and whole engines, the fastest first."""
+    """Every division of `gpus` into whole trainer replicas, whole engines and whole engines of a teacher, the fastest
+    first."""
     parallel = exp.trainer.parallel
     unit = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.ep * parallel.etp * parallel.pp)
     found = []
-    for trainer_gpus in range(unit, gpus, unit):
-        rollout_gpus = gpus - trainer_gpus
-        if rollout_gpus % exp.rollout.parallel.tp == 0:
+    for teacher_gpus in _teacher_gpus(exp, gpus):
+        teaching = rates.teaching / teacher_gpus if teacher_gpus else 0.0
+        for trainer_gpus in range(unit, gpus - teacher_gpus, unit):
+            rollout_gpus = gpus - teacher_gpus - trainer_gpus
+            if rollout_gpus % exp.rollout.parallel.tp:
+                continue
             training, generation = rates.training / trainer_gpus, rates.generation / rollout_gpus
-            step_s = max(training, generation) + rates.sync
-            found.append(Split(trainer_gpus, rollout_gpus, step_s, 1 - training / step_s, 1 - generation / step_s))
+            step_s = max(training, generation, teaching) + rates.sync
+            found.append(Split(trainer_gpus, rollout_gpus, step_s, 1 - training / step_s, 1 - generation / step_s,
+                               teacher_gpus, 1 - teaching / step_s if teacher_gpus else 0.0))
     return sorted(found, key=lambda split: split.step_s)
 
 
-def colocated_step_s(rates: Rates, gpus: int) -> float:
-    """Seconds of a step of colocated_sync, without those of handing memory back and forth."""
-    return (rates.generation + rates.training) / gpus + rates.sync
+def colocated(exp: Experiment, rates: Rates, gpus: int) -> Shared:
+    """The fastest step of colocated_sync, without the time to hand memory back and forth."""
+    found = []
+    for teacher_gpus in _teacher_gpus(exp, gpus):
+        shared = gpus - teacher_gpus
+        teaching = rates.teaching / teacher_gpus if teacher_gpus else 0.0
+        step_s = max(rates.generation / shared, teaching) + rates.training / shared + rates.sync
+        found.append(Shared(shared, teacher_gpus, step_s))
+    return min(found, key=lambda one: one.step_s)
+
+
+def _teacher_gpus(exp: Experiment, gpus: int) -> list[int]:
+    """How many of `gpus` a teacher could have."""
+    return [*range(exp.teacher.parallel.tp, gpus, exp.teacher.parallel.tp)] if exp.teacher else [0]
 
 
 def report(exp: Experiment, run_dir: Path, gpus: int | None, shown: int = 8) -> dict[str, Any]:
@@ -93,10 +122,14 @@ def report(exp: Experiment, run_dir: Path, gpus: int | None, shown: int = 8) -> 
         UserError: as `measured`, or no division of so many GPUs exists.
     """
     rates = measured(run_dir)
+    if exp.teacher and rates.teaching is None:
+        raise UserError(f"--rates {run_dir}: that run had no teacher, and this experiment has one; name a run with it")
     cluster = exp.cluster
-    total = gpus or cluster.gpus or (cluster.trainer_gpus or 0) + (cluster.rollout_gpus or 0)
+    partitions = cluster.gpus or (cluster.trainer_gpus or 0) + (cluster.rollout_gpus or 0)
+    total = gpus or partitions + (cluster.teacher_gpus or 0)
     best = splits(exp, rates, total)
     if not best:
-        raise UserError(f"--rates: {total} GPUs hold no whole trainer replica and whole engine side by side; "
-                        "give more with --gpus, or lower trainer.parallel or rollout.parallel")
-    return {"rates": rates, "gpus": total, "splits": best[:shown], "colocated_step_s": colocated_step_s(rates, total)}
+        raise UserError(f"--rates: {total} GPUs hold no whole trainer replica and whole engine side by side"
+                        f"{', and an engine of the teacher' if exp.teacher else ''}; give more with --gpus, or lower "
+                        "trainer.parallel, rollout.parallel or teacher.parallel")
+    return {"rates": rates, "gpus": total, "splits": best[:shown], "colocated": colocated(exp, rates, total)}

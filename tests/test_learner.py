@@ -61,13 +61,13 @@ class Scatter:
         return [part]
 
 
-def learn(algorithm: dict, steps: int = 1, **sections):
-    """The trainer after so many steps on a group of rewards 1 and 0, the learner, and the last metrics."""
+def learn(algorithm: dict, steps: int = 1, count: int = 2, **sections):
+    """The trainer after so many steps on `count` groups of rewards 1 and 0, the learner, and the last metrics."""
     trainer = Trainer()
     learner = Learner(experiment(algorithm=algorithm, **sections), trainer, Scatter(), Clock())
     for step in range(steps):
         trainer.calls.clear()
-        groups = [group(0, [1, 0]), group(1, [1, 0])]
+        groups = [group(number, [1, 0]) for number in range(count)]
         for made in groups:
             made.baseline = trajectory(reward=0.25)
         learner.receive(groups)
@@ -117,6 +117,12 @@ def test_the_coefficient_adapts_step_by_step_and_is_remembered():
     resumed = Learner(learner.experiment, Trainer(), Scatter(), Clock())
     resumed.restore(learner.state())
     assert resumed.kl_coef == learner.kl_coef
+
+
+def test_a_batch_that_stayed_short_moves_the_coefficient_by_the_samples_it_has():
+    kl = {"coef": 0.1, "estimator": "k1", "place": "reward", "target": 1.0, "horizon": 100}
+    _, learner, _ = learn({"kl": kl}, count=1)
+    assert learner.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 100))
 
 
 @pytest.mark.parametrize("steps, updated", [(1, False), (2, False), (3, True), (4, False), (6, True)])

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Callable
 
 from mrl.config.algorithm_checks import check_algorithm
+from mrl.config.context import context_limit
 from mrl.config.critic_checks import check_critic, check_critic_model
 from mrl.config.errors import Problem
 from mrl.config.memory_checks import check_memory
@@ -20,7 +21,7 @@ from mrl.config.rollout_checks import check_drawing
 from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher, TrainerParallel
 from mrl.config.sft import SftExperiment
 from mrl.config.section import Section
-from mrl.config.teacher_checks import check_teacher
+from mrl.config.teacher_checks import check_teacher, check_teacher_model
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -36,13 +37,14 @@ _ADD_DATASET = "for example eval.datasets.heldout.path=heldout.jsonl"
 
 
 def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visible_gpus: int | None = None,
-                     critic_config: Mapping[str, Any] | None = None) -> list[Problem]:
+                     critic_config: Mapping[str, Any] | None = None,
+                     teacher_config: Mapping[str, Any] | None = None) -> list[Problem]:
     """Everything about the experiment that could not work.
 
     Args:
         hf_config: the model's config.json; None skips the checks that need it (the file is missing: another problem).
         visible_gpus: GPUs on this machine; None: they are not to be counted (`cluster.device: auto` then means cuda).
-        critic_config: config.json of `algorithm.critic.path`, likewise.
+        critic_config, teacher_config: config.json of `algorithm.critic.path` and `teacher.path`, likewise.
     """
     wanted, device = _partitions(exp), resolved_device(exp, visible_gpus)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
@@ -56,6 +58,8 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
                                 f"{exp.eval.every})", f"{_ADD_DATASET}, or set eval.every: 0"))
     if hf_config is not None:
         problems += _check_model(exp, hf_config, trainer_cuts(exp.trainer.parallel), critic_config)
+    if hf_config is not None and teacher_config is not None:
+        problems += check_teacher_model(exp, hf_config, teacher_config)
     return problems
 
 
@@ -79,16 +83,6 @@ def resolved_device(exp: Experiment | SftExperiment, visible_gpus: int | None) -
     if exp.cluster.device != "auto":
         return exp.cluster.device
     return "cpu" if visible_gpus == 0 else "cuda"
-
-
-def context_limit(hf_config: Mapping[str, Any]) -> int | None:
-    """Tokens the model's positions reach; None where config.json does not say. YaRN stretches them by its factor."""
-    limit = hf_config.get("max_position_embeddings")
-    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if limit and scaling.get("rope_type", scaling.get("type")) == "yarn":
-        original = scaling.get("original_max_position_embeddings", limit)
-        return max(limit, int(original * scaling["factor"]))
-    return limit
 
 
 def _divisors(number: int) -> str:
@@ -274,7 +268,7 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
     if cuts:
         yield from check_experts(exp, spec)
     if critic_config is not None:
-        yield from check_critic_model(exp, spec, critic_config)
+        yield from check_critic_model(exp, critic_config)
     against_each = against(spec, cuts)
     parallel = exp.rollout.parallel
     if not any(parallel.tp % size for size in (parallel.ep, parallel.dp)):

@@ -8,7 +8,7 @@ from typing import Any
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys
 from mrl.config.schema import Experiment
-from mrl.reshard.spec import ModelSpec, layout_problems, model_spec
+from mrl.reshard.spec import layout_problems, model_spec
 
 _SECTION = "algorithm.critic."
 _PATH = _SECTION + "path"
@@ -24,8 +24,9 @@ def check_critic(exp: Experiment) -> Iterator[Problem]:
                       "then the policy is not trained", "use fewer, or run more steps")
 
 
-def check_critic_model(exp: Experiment, policy: ModelSpec, critic_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """`critic_config`: config.json of `algorithm.critic.path`."""
+def check_critic_model(exp: Experiment, critic_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """`critic_config`: config.json of `algorithm.critic.path`. Whether it has the policy's tokens, its tokenizer says
+    when the run starts; how many rows its embedding is padded to does not matter."""
     path = str(exp.algorithm.critic.path)
     try:
         spec = model_spec(critic_config)
@@ -37,8 +38,6 @@ def check_critic_model(exp: Experiment, policy: ModelSpec, critic_config: Mappin
         reasons.append(f"{spec.family.architecture} cannot be trained: {spec.untrainable}")
     if spec.moe and exp.trainer.parallel.tp > 1 and not exp.trainer.parallel.sequence_parallel:
         reasons.append("its experts need trainer.parallel.sequence_parallel: true")
-    if spec.vocab < policy.vocab:
-        reasons.append(f"its vocab_size is {spec.vocab}, that of model.path {policy.vocab}: it must know all tokens")
     if reasons:
         yield Problem(_PATH, path, f"a model that fits trainer.parallel and model.path: {'; '.join(reasons)}",
                       "use another one; null is model.path itself")

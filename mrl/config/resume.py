@@ -16,8 +16,9 @@ MAY_DIFFER = (
     "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*",
     "sync.*", "trainer.env",
     "rollout.python", "rollout.args", "rollout.env", "rollout.host", "rollout.port", "rollout.workers",
-    "rollout.max_concurrent_requests", "reward.processes", "reward.parts.*.url", "reward.parts.*.retries",
-    "reward.parts.*.backoff_s", "reward.parts.*.max_concurrent", "reward.parts.*.api_key_env",
+    "rollout.max_concurrent_requests", "teacher.python", "teacher.args", "teacher.env",
+    "reward.processes", "reward.parts.*.url", "reward.parts.*.retries", "reward.parts.*.backoff_s",
+    "reward.parts.*.max_concurrent", "reward.parts.*.api_key_env",
 )
 """Patterns of dotted keys: lengths of the run, waits, outputs, and the means by which the same thing is computed."""
 

@@ -26,6 +26,10 @@ def check_reward(section: str, reward: Reward) -> Iterator[Problem]:
             yield Problem(key, name, "a name of letters, digits, _ and -, since its metric is reward/<name>; not one "
                           f"of {', '.join(RESERVED_NAMES)}", "rename the part")
         yield from _check_part(key, part)
+    for index, name in enumerate(reward.accuracy.parts or []):
+        if name not in reward.parts:
+            yield Problem(f"{section}.accuracy.parts.{index}", name, f"a name in {section}.parts: "
+                          f"{', '.join(reward.parts)}", "correct it, or remove the key")
     if all(part.weight == 0 for part in reward.parts.values()):
         yield Problem(f"{section}.parts", "weights that are all 0", "one weight that is not 0", "set a weight")
 

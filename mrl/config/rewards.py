@@ -4,7 +4,7 @@ Descriptions are what docs/rewards.md and `mrl check --keys` print. What a kind 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Optional, Union, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -164,6 +164,16 @@ def part_class(place: Sequence[str]) -> tuple[type[Part] | None, int]:
         if tuple(place[position:position + 2]) == ("reward", "parts"):
             return KINDS.get(place[position + 3]), position + 4
     return None, 0
+
+
+def judging_parts(parts: Mapping[str, Part]) -> list[str]:
+    """Names of the parts that say whether a response is right, where the file does not.
+
+    Of those of positive weight the ones that compare it with the reference answer, or, if none does, all of them.
+    Without a positive weight, every part.
+    """
+    positive = [name for name, part in parts.items() if part.weight > 0]
+    return [name for name in positive if parts[name].checks_answers] or positive or list(parts)
 
 
 def named_parts(reward: dict[str, Any], others: set[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from mrl.config.algorithm import Algorithm
 from mrl.config.optimizer import Optimizer
-from mrl.config.rewards import KINDS, AnyPart, Math, named_parts
+from mrl.config.rewards import KINDS, AnyPart, Math, judging_parts, named_parts
 from mrl.config.section import Fraction, Section
 from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
@@ -52,6 +52,15 @@ class Overlong(Section):
                            "their group's mean and std all the same")
 
 
+class Accuracy(Section):
+    parts: Optional[list[str]] = Field(
+        None, min_length=1, description="parts of the reward that say whether a response is right; null: those of "
+                                        "positive weight that compare it with the reference answer, if any, else all "
+                                        "of positive weight")
+    full_marks: float = Field(1.0, description="a response is right if it scores at least this in each of them, before "
+                                               "weights")
+
+
 class Reward(Section):
     """`{kind: X, ...}` is short for `{parts: {X: {kind: X, ...}}}`, which is what it becomes when it is read."""
 
@@ -62,7 +71,13 @@ class Reward(Section):
         description="name: {kind, weight, ...}; the reward is the sum of weight * score. docs/rewards.md has the kinds "
                     "and their keys")
     processes: PositiveInt = Field(1, description="processes per rollout worker that score responses")
+    accuracy: Accuracy = Accuracy()
     overlong: Overlong = Overlong()
+
+    @property
+    def judging(self) -> list[str]:
+        """Names of the parts that say whether a response is right."""
+        return judging_parts(self.parts) if self.accuracy.parts is None else self.accuracy.parts
 
     @model_validator(mode="before")
     @classmethod
@@ -142,8 +157,8 @@ class Filters(Section):
         False,
         description="leave out groups whose samples all have the same reward, before the overlong penalty (DAPO)")
     accuracy_min: Optional[Fraction] = Field(
-        None, description="leave out groups in which a smaller share of the samples has full marks (reward >= 1)")
-    accuracy_max: Optional[Fraction] = Field(None, description="leave out groups in which a larger share has")
+        None, description="leave out groups in which a smaller share of the samples is right (reward.accuracy)")
+    accuracy_max: Optional[Fraction] = Field(None, description="leave out groups in which a larger share is")
 
     @property
     def active(self) -> bool:

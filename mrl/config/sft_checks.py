@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrl.config.checks import against, check_cuts, check_experts, context_limit, resolved_device, trainer_cuts
+from mrl.config.checks import against, check_cuts, check_experts, resolved_device, trainer_cuts
+from mrl.config.context import context_limit
 from mrl.config.errors import Problem
 from mrl.config.sft import SftExperiment
 from mrl.reshard.spec import model_spec

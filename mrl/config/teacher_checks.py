@@ -1,8 +1,10 @@
 """Checks of the section `teacher` against the rest of the experiment. Pure; part of `mrl.config.checks`."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from mrl.config.context import context_limit
 from mrl.config.errors import Problem
 from mrl.config.schema import Experiment
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
@@ -31,6 +33,23 @@ def check_teacher(exp: Experiment) -> Iterator[Problem]:
     if exp.algorithm.kl.coef > 0 and exp.algorithm.kl.place == "reward":
         yield Problem("algorithm.kl.place", "reward", "loss with algorithm.name distill: its advantages are the "
                       "teacher's opinion of each token, and no reward", "set algorithm.kl.place: loss, or kl.coef: 0")
+
+
+def check_teacher_model(exp: Experiment, hf_config: Mapping[str, Any],
+                        teacher_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Whether every sample of the student fits the teacher. Both configs: a model's config.json."""
+    path, prompt, response = exp.teacher.path, exp.data.max_prompt_tokens, exp.rollout.sampling.max_response_tokens
+    student, teacher = (config.get("text_config", config) for config in (hf_config, teacher_config))
+    needed, limit = prompt + response + 1, context_limit(teacher)
+    if limit is not None and needed > limit:
+        yield Problem("teacher.path", path, f"a model that reaches {needed} positions, data.max_prompt_tokens "
+                      f"({prompt}) + rollout.sampling.max_response_tokens ({response}) + 1 for what its engine must "
+                      f"produce to answer; this one reaches {limit}",
+                      "use another teacher, or shorten data.max_prompt_tokens or rollout.sampling.max_response_tokens")
+    ids, known = student.get("vocab_size", 0), teacher.get("vocab_size")
+    if known is not None and known < ids:
+        yield Problem("teacher.path", path, f"a model that knows every id the student can sample: model.path has {ids} "
+                      f"rows of output, this one embeds {known}", "use another teacher")
 
 
 def _check_engines(exp: Experiment) -> Iterator[Problem]:

@@ -62,15 +62,22 @@ class PromptEncoder:
         """The id that ends an assistant turn: the tokenizer's end-of-sequence token, else the first stop id."""
         return self._stop_ids[0] if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
 
-    def require_same_tokens(self, model_path: str) -> None:
-        """DataError unless the model at `model_path` gives every token the same id."""
-        mine, other = self._tokenizer.get_vocab(), _load_tokenizer(model_path, "teacher.path").get_vocab()
+    def require_same_tokens(self, model_path: str, key: str) -> None:
+        """DataError unless the model at `model_path`, which `key` names, gives every token the same id.
+
+        How many further rows its embedding has does not matter.
+        """
+        mine, other = self._tokenizer.get_vocab(), _load_tokenizer(model_path, key).get_vocab()
         differing = [token for token in sorted({*mine, *other}) if mine.get(token) != other.get(token)]
         if differing:
             raise DataError(
-                f"teacher.path {model_path} has another tokenizer than the model: {len(differing)} tokens have other "
-                f"ids, for example {differing[0]!r} ({mine.get(differing[0])} and {other.get(differing[0])}). The "
-                "teacher scores the student's token ids: take a teacher with the student's tokenizer")
+                f"{key} {model_path} has another tokenizer than the model: {len(differing)} tokens have other "
+                f"ids, for example {differing[0]!r} ({mine.get(differing[0])} and {other.get(differing[0])}). It "
+                "is given the ids that the model samples: take one with the model's tokenizer")
+        rows = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+        if rows < self._known_ids:
+            raise DataError(f"{key} {model_path} has {rows} embedding rows, fewer than its tokenizer has ids "
+                            f"({self._known_ids}): they do not belong together")
 
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The chat a row stands for. A string prompt gets `system_prompt` and `prompt_suffix`, a list is left as is."""

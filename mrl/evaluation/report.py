@@ -9,7 +9,7 @@ import numpy as np
 
 from mrl.config.schema import Eval
 from mrl.evaluation.estimators import Floats, best_at_k, interval, majority_at_k, pass_at_k, subset_sizes
-from mrl.rollout.types import Group, Trajectory
+from mrl.rollout.types import Group
 
 RESAMPLES = 1000
 """Of samples for maj@k, and of prompts for intervals."""
@@ -55,11 +55,6 @@ def reports(groups: Sequence[Group], config: Eval, seed: int) -> dict[str, Repor
     return found
 
 
-def is_correct(trajectory: Trajectory) -> bool:
-    """Whether a sample counts as right: full marks."""
-    return trajectory.reward >= 1
-
-
 def flat_metrics(found: dict[str, Report]) -> dict[str, float]:
     """All numbers of all reports under dotted-path names, e.g. "eval/math/acc/mean@8" and "eval/math/acc/mean@8/low".
 
@@ -75,7 +70,7 @@ def sample_rows(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         for index, t in enumerate(group.trajectories):
             yield {"prompt": group.prompt_text, "answer": group.answer, "row": group.request.prompt_index,
                    "subset": group.subset, "sample": index, "response": t.response_text, "extracted": t.extracted,
-                   "reward": t.reward, "reward_parts": t.reward_parts, "correct": is_correct(t),
+                   "reward": t.reward, "reward_parts": t.reward_parts, "correct": t.correct,
                    "reward_error": t.reward_error, "finish_reason": t.finish_reason, "tokens": t.response_length,
                    "version": str(t.version)}
 
@@ -99,7 +94,7 @@ def _per_prompt(groups: list[Group], seed: int) -> dict[str, Floats]:
     def table(value) -> np.ndarray:
         return np.array([[value(t) for t in group.trajectories] for group in groups])
 
-    correct, rewards = table(is_correct), table(lambda t: t.reward)
+    correct, rewards = table(lambda t: t.correct), table(lambda t: t.reward)
     n = correct.shape[1]
     values = {f"acc/mean@{n}": correct.mean(axis=1)}
     answers = _answer_codes(groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,12 +73,13 @@ class CodeGrader(Grader):
 
 
 def last_program(text: str) -> str | None:
-    """The last closed ``` block that is marked as Python, or as nothing; None without one."""
+    """The last closed ``` block that is marked as Python, or as nothing, without the indentation that all of it has (in
+    a list, say); None without one."""
     fences, programs = list(_FENCE.finditer(text)), []
     while len(fences) >= 2:
         opening, closing, *fences = fences
         if opening.group(1).lower() in ("", "python", "python3", "py"):
-            programs.append(text[opening.end() + 1:closing.start()])
+            programs.append(textwrap.dedent(text[opening.end() + 1:closing.start()]))
     return programs[-1] if programs else None
 
 

@@ -1,6 +1,7 @@
 """The `gsm8k` reward: one number, compared as a number. Data sets of grade-school problems end with `#### 1,234`."""
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 _NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+"
 _MARKED = re.compile(rf"####[ \t]*\$?({_NUMBER})(?![\w,]*\d)")
 _HASHES = re.compile(r"####")
-_ALONE = re.compile(rf"\\?\$?({_NUMBER})\s*(?:\\?%|[A-Za-z. ]*)")
+_UNIT = r"\\?%|\\(?:text|mathrm)\{[A-Za-z. ]*\}|[A-Za-z. ]*"
+_ALONE = re.compile(rf"\\?\$?({_NUMBER})\s*(?:{_UNIT})")
 # The dash of "12-5" is no sign.
-_LAST = re.compile(rf"(?<![\w.,])(?<!\d-)({_NUMBER})(?![\w,]*\d)")
+_LAST = re.compile(rf"(?<![\w.,])({_NUMBER})(?![\w,]*\d)")
 
 
 class Gsm8kGrader(Grader):
@@ -39,6 +41,7 @@ class Gsm8kGrader(Grader):
 
 def number_in(text: str, unmarked: bool) -> str | None:
     """The number after the last `####`; with `unmarked` and without any mark, that in the last box, else the last."""
+    text = text.replace("\u2212", "-")
     if marks := list(_HASHES.finditer(text)):
         found = _MARKED.match(text, marks[-1].start())
         return found.group(1) if found and len(found.group(1)) <= LONGEST_ANSWER else None
@@ -47,19 +50,19 @@ def number_in(text: str, unmarked: bool) -> str | None:
     if (box := last_box(text)) is not None:
         found = _ALONE.fullmatch(box)
         return found.group(1) if found else None
-    numbers = _LAST.findall(text.replace("\u2212", "-"))
+    numbers = _LAST.findall(text)
     return numbers[-1] if numbers and len(numbers[-1]) <= LONGEST_ANSWER else None
 
 
 def gold_number(answer: Any) -> str | None:
     """The number of a reference answer: a solution that ends with `#### number`, or the number itself."""
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        return str(answer)
+        return str(answer) if math.isfinite(answer) else None
     if not isinstance(answer, str):
         return None
     if "####" in answer:
         return number_in(answer, unmarked=False)
-    found = re.fullmatch(_NUMBER, answer.strip())
+    found = re.fullmatch(_NUMBER, answer.strip().replace("\u2212", "-"))
     return found.group() if found else None
 
 

@@ -17,7 +17,8 @@ class HttpPart(RemotePart):
     async def grade(self, samples: Sequence[Sample]) -> list[Reply]:
         first = samples[0]
         body = {"prompt": first.prompt, "responses": [sample.response for sample in samples], "answer": first.answer,
-                "row": json.loads(json.dumps(dict(first.row), default=str))}  # dates and the like as text
+                "row": dict(first.row)}
+        body = json.loads(json.dumps(body, default=str))  # dates and the like as text
         try:
             async with self._session() as session:
                 answer = await self._post(session, "", body)

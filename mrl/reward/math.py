@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -89,6 +90,8 @@ def check_gold(answer: Any) -> None:
     """Raise ValueError unless the reference answer is something that a response can be compared with."""
     if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
         raise ValueError(f"reference answer {answer!r} is a {type(answer).__name__}: give a string or a number")
+    if isinstance(answer, float) and not isfinite(answer):  # what an empty cell of a table may become
+        raise ValueError(f"reference answer {answer!r} is not finite: give a string or a number")
     gold, _ = normalize(gold_text(answer))
     if not gold or not (_is_words(gold) or _number(gold) or _expressions(gold)):
         raise ValueError(f"reference answer {answer!r} cannot be read as mathematics or words")

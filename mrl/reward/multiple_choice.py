@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from mrl.config.rewards import MultipleChoice
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|bf|rm)\b|[${}*_`]|\\[()\[\]]")
-# Before "(B)" in "answer is (B)", "Answer: B", "Final answer - B."
-_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])[\s:*]*", re.IGNORECASE)
+# Before "(B)" in "answer is (B)", "Answer: B", "Final answer - B.", "the answer is option B".
+_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])[\s:*]*(?:(?:choice|option)\s+)?", re.IGNORECASE)
 # One letter and perhaps the text of its choice: "B", "(B)", "B.", "B) Paris", "B: 12"; not "B or C", "Because".
 _ONE = re.compile(r"\(?([A-Za-z])(?:\)|[.:)](?=\s|$)|(?![A-Za-z0-9']))\s*(.*)", re.DOTALL)
-_OTHER = re.compile(r"(?:^|\b)(?:and|or|/|&|,)\s*\(?[A-Za-z]\b(?!')\)?(?!\w)", re.IGNORECASE)
+# A second letter: "and C", ", C", "/C", "; C or D"; not ", a city", where it begins a sentence's next word.
+_OTHER = re.compile(r"[,;]?\s*(?:and\b|or\b|[/&+|])\s*\(?[A-Za-z]\b(?!')\)?(?!\w)"
+                    r"|[,;]\s*\(?[A-Za-z]\)?\s*(?:$|[.,;]|and\b|or\b)", re.IGNORECASE)
 
 
 class MultipleChoiceGrader(Grader):

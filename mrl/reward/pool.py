@@ -35,8 +35,9 @@ _log = logging.getLogger(__name__)
 class RewardResult:
     """The reward of one sample: the sum of weight * score over the parts.
 
+    correct: whether it has full marks in the parts that judge (`reward.accuracy`); one they could not score has not.
     error: what went wrong, by part, where a score is 0 for another reason than the response, else None.
-    extracted: the answer that the first part to look for one found; None if none did.
+    extracted: the answer that the first part to look for one found, parts that judge before others; None if none did.
     parts: the score of every part, before its weight.
     """
 
@@ -44,6 +45,7 @@ class RewardResult:
     error: str | None = None
     extracted: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    correct: bool = False
 
 
 class RewardPool:
@@ -55,6 +57,7 @@ class RewardPool:
 
     def __init__(self, reward: schema.Reward):
         self._parts: dict[str, Part] = dict(reward.parts)
+        self._judging, self._full_marks = reward.judging, reward.accuracy.full_marks
         self._remote: dict[str, RemotePart] = {
             name: make_remote(name, part) for name, part in self._parts.items() if part.remote}
         self._local = {name: part.model_dump() for name, part in self._parts.items() if not part.remote}
@@ -133,14 +136,15 @@ class RewardPool:
                 self._counts[fault] += 1
                 errors.append(f"{name}: {fault}: {reason}")
         reward = sum(part.weight * scores[name] for name, part in self._parts.items())
+        correct = all("score" in replies[name] and scores[name] >= self._full_marks for name in self._judging)
         if not abs(reward) < _LARGEST:
             self._counts["invalid"] += 1
             errors.append(f"invalid: the weighted sum of {scores} is too large")
-            reward = 0.0
+            reward, correct = 0.0, False
         for error in errors:
             _log.warning("reward of %s: %s", sample.name or "a sample", error)
-        extracted = next((reply["extracted"] for reply in replies.values() if reply.get("extracted")), None)
-        return RewardResult(reward, "; ".join(errors) or None, extracted, scores)
+        found = (replies[name].get("extracted") for name in (*self._judging, *replies))
+        return RewardResult(reward, "; ".join(errors) or None, next(filter(None, found), None), scores, correct)
 
     async def _submit(self, operation: str, name: str, content: Any) -> Reply:
         if self._closed:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from mrl.algorithm.advantages import Scored
-from mrl.algorithm.filters import accuracy
+from mrl.algorithm.filters import all_equal
 from mrl.algorithm.weights import token_weights
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
@@ -21,9 +21,13 @@ T = TypeVar("T")
 
 @dataclass
 class Batch:
-    """One data-parallel replica's share of what a step trains on: minibatches of microbatches of samples."""
+    """One data-parallel replica's share of what a step trains on: minibatches of microbatches of samples.
+
+    total: samples of the whole batch, over all replicas.
+    """
 
     minibatches: list[list[Microbatch]]
+    total: int
 
     def add_field(self, name: str, values: list[torch.Tensor]) -> None:
         """Give every sample the per-token field `name`; `values` in the order of `microbatches`."""
@@ -93,7 +97,7 @@ def split_batch(groups: list[Group], experiment: Experiment, replicas: int) -> S
                     for _ in group.trajectories]
     _weigh(samples, minibatch_of, [s.group for s in scored], experiment)
 
-    split = Split([Batch([]) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
+    split = Split([Batch([], len(samples)) for _ in range(replicas)], scored, [[] for _ in range(replicas)])
     for minibatch in range(minibatches):
         members = [index for index, own in enumerate(minibatch_of) if own == minibatch]
         lengths = [len(samples[index]["tokens"]) for index in members]
@@ -141,11 +145,23 @@ def distillation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     return {"distill/reverse_kl": total / tokens} if tokens else {}
 
 
+def seconds_taught(groups: Sequence[Group]) -> dict[str, float]:
+    """How long the teacher had something to do: the length of the union of its times with the groups. Nothing without
+    a teacher."""
+    spans = sorted(group.taught for group in groups if group.taught)
+    total, reached = 0.0, 0.0
+    for begun, ended in spans:
+        total += max(0.0, ended - max(begun, reached))
+        reached = max(reached, ended)
+    return {"timing/teach_sequences": total} if spans else {}
+
+
 def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
     """What the sampled batch was like; {} for an empty one.
 
-    `accuracy` is the share of samples with full marks. Rewards are the graders', without the overlong penalty;
-    reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could not score.
+    `accuracy` is the share of samples that are right (`reward.accuracy`). Rewards are the graders', without the
+    overlong penalty; reward/<part>: mean score of a part, before its weight; reward/errors: samples that a part could
+    not score.
     """
     if not groups:
         return {}
@@ -161,15 +177,16 @@ def rollout_metrics(groups: list[Group], current: Version) -> dict[str, float]:
            for part in trajectories[0].reward_parts},
         "reward/errors": sum(t.reward_error is not None for t in trajectories),
         "reward/overlong_penalty": sum(t.overlong_penalty for t in trajectories) / n,
-        "rollout/accuracy": accuracy(rewards),
+        "rollout/accuracy": sum(t.correct for t in trajectories) / n,
         "rollout/response_length": sum(lengths) / n,
         "rollout/response_length_max": max(lengths),
         "rollout/truncated": sum(t.finish_reason == "length" for t in trajectories) / n,
         "rollout/groups_without_signal":
-            sum(len({t.shaped_reward for t in group.trajectories}) == 1 for group in groups) / len(groups),
+            sum(all_equal([t.shaped_reward for t in group.trajectories]) for group in groups) / len(groups),
         "rollout/groups_regenerated": sum(g.regenerated for g in groups),
         "rollout/version_lag": sum(current.step - g.version.step for g in groups) / len(groups),
         "rollout/tokens": sum(lengths),
         **distillation_metrics(trajectories),
         "timing/generate_sequences": max(g.finished for g in groups) - min(g.started for g in groups),
+        **seconds_taught(groups),
     }

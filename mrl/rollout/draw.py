@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from mrl.algorithm.filters import REJECTIONS, accuracy, rejection
+from mrl.algorithm.filters import REJECTIONS, rejection
 from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.rollout.types import Group, GroupRequest
@@ -37,8 +37,8 @@ class StepDraw:
     def add(self, group: Group) -> None:
         """Note a finished group."""
         rewards, number = [t.reward for t in group.trajectories], group.request.group_id
-        self.accuracy[number] = accuracy(rewards)
-        if reason := rejection(rewards, self.filters):
+        self.accuracy[number] = group.accuracy
+        if reason := rejection(rewards, group.accuracy, self.filters):
             self.rejected[number] = reason
         else:
             self.kept[number] = group

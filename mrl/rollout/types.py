@@ -36,7 +36,8 @@ class Trajectory:
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
     teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without one;
     finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found;
-    reward: the weighted sum of reward_parts (scores by name of the part); reward_error: what went wrong in scoring;
+    reward: the weighted sum of reward_parts (scores by name of the part); correct: whether it has full marks in those
+    that judge; reward_error: what went wrong in scoring;
     overlong_penalty: <= 0, for a training response close to the longest.
     """
 
@@ -47,6 +48,7 @@ class Trajectory:
     finish_reason: str
     response_text: str
     reward: float = 0.0
+    correct: bool = False
     reward_error: str | None = None
     extracted: str | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -69,7 +71,8 @@ class Group:
 
     regenerated: an engine was lost while the group was sampled; samples were made again, perhaps by newer weights.
     baseline: the greedy sample that ReMax compares with; it is not trained on.
-    started, finished: wall clock, seconds since the epoch. subset: the subset of its data set that it belongs to.
+    started, finished: wall clock, seconds since the epoch; taught: likewise, when the teacher was first asked about its
+    samples, and when it had answered about all. subset: the subset of its data set that it belongs to.
     """
 
     request: GroupRequest
@@ -80,12 +83,18 @@ class Group:
     baseline: Trajectory | None = None
     started: float = 0.0
     finished: float = 0.0
+    taught: tuple[float, float] | None = None
     subset: str = ""
 
     @property
     def baseline_reward(self) -> float | None:
         """The greedy sample's reward, with its overlong penalty; None: there is none."""
         return self.baseline and self.baseline.shaped_reward
+
+    @property
+    def accuracy(self) -> float:
+        """Share of its samples that are right."""
+        return sum(t.correct for t in self.trajectories) / len(self.trajectories)
 
     @property
     def version(self) -> Version:

@@ -60,8 +60,11 @@ class RolloutWorker:
     async def prepare(self, kinds: Sequence[Kind]) -> None:
         """Read, tokenise and check the prompts and reference answers of `kinds`. Raises what is wrong, by row."""
         if "train" in kinds:
-            if self.experiment.teacher:
-                self.encoder.require_same_tokens(self.experiment.teacher.path)
+            teacher, critic = self.experiment.teacher, self.experiment.algorithm.critic.path
+            if teacher:
+                self.encoder.require_same_tokens(teacher.path, "teacher.path")
+            if critic:
+                self.encoder.require_same_tokens(critic, "algorithm.critic.path")
             await self._read(self.sources[""], self.experiment.data.train, None)
         if "eval" in kinds:
             for name, dataset in self.experiment.eval.datasets.items():
@@ -132,8 +135,8 @@ class RolloutWorker:
             at_least = max(versions)
         group.finished = time.time()
         group.trajectories, group.baseline = sampled[:request.samples], next(iter(sampled[request.samples:]), None)
-        taught = group.trajectories if self.teachers.engines and request.kind == "train" else []
-        await asyncio.gather(self._score(source, row, request, sampled), *map(self._teach, taught))
+        opinions = [self._teach(group)] if self.teachers.engines and request.kind == "train" else []
+        await asyncio.gather(self._score(source, row, request, sampled), *opinions)
         self.done.append(group)
 
     async def _sample(self, group: Group, sample: int, at_least: Version) -> Trajectory:
@@ -171,12 +174,16 @@ class RolloutWorker:
         samples = [Sample(row[data.prompt_key], t.response_text, row[data.answer_key], row, t.response_length,
                           name=f"sample {i} of {group}") for i, t in enumerate(trajectories)]
         for t, result in zip(trajectories, await source.rewards.score(samples), strict=True):
-            t.reward, t.reward_error, t.extracted = result.reward, result.error, result.extracted
+            t.reward, t.correct, t.reward_error = result.reward, result.correct, result.error
+            t.extracted = result.extracted
             t.reward_parts = dict(result.parts)
 
-    async def _teach(self, trajectory: Trajectory) -> None:
-        log_probs = np.array(await self.teachers.score(trajectory.tokens.tolist()), np.float32)
-        trajectory.teacher_log_prob = np.where(trajectory.loss_mask, log_probs, np.float32(0))
+    async def _teach(self, group: Group) -> None:
+        begun = time.time()
+        answers = await asyncio.gather(*(self.teachers.score(t.tokens.tolist()) for t in group.trajectories))
+        for t, log_probs in zip(group.trajectories, answers, strict=True):
+            t.teacher_log_prob = np.where(t.loss_mask, np.array(log_probs, np.float32), np.float32(0))
+        group.taught = begun, time.time()
 
     def _heldout(self, dataset: EvalDataset) -> Source:
         """A held-out data set, not read yet; what it does not say itself is as in training."""

@@ -59,8 +59,9 @@ class SftLoop:
         self.experiment, self.trainer, self.run_dir, self.log = experiment, trainer, run_dir, log
         data = experiment.data
         encoder = PromptEncoder(experiment.model.path, data, experiment.model.chat_template)
-        self.samples = make_samples(encoder, data.train, data)
-        self.heldout = make_samples(encoder, data.eval, data) if experiment.eval.every else []
+        longest = experiment.batch.max_tokens_per_microbatch
+        self.samples = make_samples(encoder, data.train, data, longest)
+        self.heldout = make_samples(encoder, data.eval, data, longest) if experiment.eval.every else []
         self.order = PromptOrder(len(self.samples), experiment.seed, data.shuffle)
         self.step, self.began, self.recent = 0, time.monotonic(), deque(maxlen=WINDOW)
 

@@ -5,21 +5,27 @@ import torch
 
 from mrl.algorithm.weights import token_weights
 from mrl.config.sft import SftData
-from mrl.data.prompts import load_prompts
+from mrl.data.prompts import DataError, load_prompts
 from mrl.data.tokenize import PromptEncoder
 from mrl.trainer.microbatch import Sample, assign
 
 
-def make_samples(encoder: PromptEncoder, source: str, data: SftData) -> list[Sample]:
+def make_samples(encoder: PromptEncoder, source: str, data: SftData, longest: int) -> list[Sample]:
     """One sample a row: the prompt through the chat template, then the answer and the end-of-sequence token.
 
     Fields: tokens int64 [T]; loss_mask bool [T], true on the answer. Rows in the order of the file.
+
+    Raises:
+        DataError: a sample has more than `longest` tokens, those of a microbatch. The message has its prompt.
     """
     rows, prompts = encoder.encode_all(load_prompts(source, data))
     samples = []
     for row, prompt in zip(rows, prompts):
         answer = encoder.encode_text(str(row[data.answer_key])) + [encoder.eos_id]
         tokens = torch.tensor([*prompt, *answer], dtype=torch.int64)
+        if len(tokens) > longest:
+            raise DataError(f"{source}: prompt and answer of {row[data.prompt_key]!r:.200} have {len(tokens)} tokens, "
+                            f"more than batch.max_tokens_per_microbatch ({longest}): raise it, or shorten the answer")
         samples.append({"tokens": tokens, "loss_mask": torch.arange(len(tokens)) >= len(prompt)})
     return samples
 

@@ -60,5 +60,9 @@ class Critic(TrainedModel):
         """
         return self._compute(microbatches)
 
+    def _read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Ids beyond the critic's vocabulary, padding of the policy's that no token has, are read as its last id."""
+        return tokens.clamp(max=self.spec.vocab - 1)
+
     def _outputs(self, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor]:
         return (self._of_next_token(packed, output[0, :, 0]),)

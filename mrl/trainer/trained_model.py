@@ -196,6 +196,10 @@ class TrainedModel(ABC):
         # Every router reads it from here; its gradient is multiplied by the microbatch's tokens.
         self.config.moe_aux_loss_coeff = self.balance_coef / tokens.item()
 
+    def _read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [P] as this model's embedding takes them."""
+        return tokens
+
     def _forward(self, on_output: Callable, rows: Iterator[Packed], model) -> tuple[torch.Tensor, Callable]:
         """Megatron's forward step: hidden states, or on the last stage the model's output."""
         packed = next(rows)
@@ -203,7 +207,7 @@ class TrainedModel(ABC):
             qkv_format="thd", cu_seqlens_q=packed.cu_seqlens, cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
         )
-        tokens, positions = (self._own(packed, row)[None] for row in (packed.tokens, packed.position_ids))
+        tokens, positions = (self._own(packed, row)[None] for row in (self._read(packed.tokens), packed.position_ids))
         output = model(tokens, positions, None, packed_seq_params=sequences)
         return output, partial(on_output, packed)
 

@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.config.checks import check_evaluation, check_experiment, context_limit, resolved_device
+from mrl.config.checks import check_evaluation, check_experiment, resolved_device
+from mrl.config.context import context_limit
 from mrl.config.load import load_experiment
 from mrl.reshard.families.qwen3 import QWEN3
 

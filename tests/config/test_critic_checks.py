@@ -23,6 +23,7 @@ def critic(folder, hf_config):
         (folder / "critic").mkdir()
         (folder / "critic" / "config.json").write_text(json.dumps({**hf_config, **changes}))
         (folder / "critic" / "model.safetensors").touch()
+        (folder / "critic" / "tokenizer.json").write_text("{}")
         return f"algorithm.critic.path={folder}/critic"
     return make
 
@@ -30,6 +31,10 @@ def critic(folder, hf_config):
 def test_a_smaller_critic_is_fine(experiment_file, critic):
     assert found(experiment_file, PPO) == {}
     assert found(experiment_file, PPO, critic(num_hidden_layers=2, hidden_size=32, vocab_size=80)) == {}
+
+
+def test_a_critic_whose_embedding_is_padded_less_is_fine(experiment_file, critic):
+    assert found(experiment_file, PPO, critic(vocab_size=69)) == {}
 
 
 @pytest.mark.parametrize(("overrides", "key", "words"), [
@@ -51,7 +56,6 @@ def test_refused(experiment_file, overrides, key, words):
 
 @pytest.mark.parametrize(("changes", "words"), [
     (dict(num_attention_heads=3, num_key_value_heads=3), "tp 2 does not divide num_attention_heads 3"),
-    (dict(vocab_size=69), "its vocab_size is 69, that of model.path 70"),
     (dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     (dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40),
      "its experts need trainer.parallel.sequence_parallel: true"),
@@ -60,10 +64,12 @@ def test_a_critic_that_does_not_fit(experiment_file, critic, changes, words):
     assert words in found(experiment_file, PPO, critic(**changes))["algorithm.critic.path"]
 
 
-def test_a_critic_without_weights(experiment_file, critic, folder):
+@pytest.mark.parametrize(("file", "words"), [
+    ("model.safetensors", "model directory without weights"), ("tokenizer.json", "a model directory with a tokenizer")])
+def test_a_critic_that_lacks_a_file(experiment_file, critic, folder, file, words):
     override = critic()
-    (folder / "critic" / "model.safetensors").unlink()
-    assert "model directory without weights" in found(experiment_file, PPO, override)["algorithm.critic.path"]
+    (folder / "critic" / file).unlink()
+    assert words in found(experiment_file, PPO, override)["algorithm.critic.path"]
 
 
 def test_its_memory_counts(experiment_file, hf_config):

@@ -98,3 +98,23 @@ def test_names_of_parts_are_names_of_metrics(name):
 
 def test_weights_that_are_all_zero_train_nothing():
     assert list(messages({"kind": "exact", "weight": 0.0})) == ["reward.parts"]
+
+
+RIGHT, FORM, SHORT = {"kind": "math"}, {"kind": "format", "weight": 0.2}, {"kind": "length", "full": 1, "zero": 9}
+
+
+@pytest.mark.parametrize("reward, judging", [
+    ({"kind": "rouge", "weight": 0.5}, ["rouge"]),
+    ({"parts": {"short": {**SHORT, "weight": -1.0}}}, ["short"]),
+    ({"parts": {"form": FORM, "right": RIGHT, "short": SHORT}}, ["right"]),
+    ({"parts": {"form": FORM, "mine": {"kind": "custom", "function": "f.py:score"}}}, ["form", "mine"]),
+    ({"parts": {"right": {**RIGHT, "weight": 0.0}, "form": FORM, "short": {**SHORT, "weight": -1.0}}}, ["form"]),
+    ({"parts": {"form": FORM, "right": RIGHT}, "accuracy": {"parts": ["form"]}}, ["form"]),
+])
+def test_which_parts_say_whether_a_response_is_right(reward, judging):
+    assert Reward.model_validate(reward).judging == judging
+
+
+def test_a_part_that_judges_must_exist():
+    found = messages({"parts": {"form": FORM, "right": RIGHT}, "accuracy": {"parts": ["right", "from"]}})
+    assert found == {"reward.accuracy.parts.1": "a name in reward.parts: form, right correct it, or remove the key"}

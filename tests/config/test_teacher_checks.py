@@ -1,10 +1,14 @@
 """What is wrong between a teacher and the rest of the experiment."""
+import json
+
 import pytest
 
 from mrl.cluster.placement import assign
 from mrl.config.checks import check_experiment
 from mrl.config.load import load_experiment
+from mrl.config.resume import resume_problems
 from mrl.engine.teacher import teacher_experiment
+from mrl.preflight import preflight_plan
 
 DISTILL = ["algorithm.name=distill", "cluster.teacher_gpus=2"]
 
@@ -35,6 +39,35 @@ def test_a_teacher_that_fits(with_teacher, hf_config):
 def test_faults(with_teacher, hf_config, overrides, key, words):
     problem, = check_experiment(with_teacher(*overrides), hf_config, 0)
     assert problem.key == key and words in str(problem)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(max_position_embeddings=33), None),
+    (dict(max_position_embeddings=32),
+     "33 positions, data.max_prompt_tokens (16) + rollout.sampling.max_response_tokens (16) + 1 for what its engine "
+     "must produce to answer; this one reaches 32"),
+    (dict(vocab_size=69), "model.path has 70 rows of output, this one embeds 69"),
+    (dict(text_config={"max_position_embeddings": 8, "vocab_size": 70}), "reaches 8"),
+])
+def test_a_teacher_must_hold_the_students_samples(with_teacher, hf_config, changes, words):
+    found = check_experiment(with_teacher(), hf_config, 0, None, {**hf_config, **changes})
+    assert [(problem.key, words in str(problem)) for problem in found] == ([("teacher.path", True)] if words else [])
+
+
+def test_the_teachers_config_is_read_before_a_run(with_teacher, folder, hf_config):
+    (folder / "teacher").mkdir()
+    (folder / "teacher" / "config.json").write_text(json.dumps({**hf_config, "max_position_embeddings": 20}))
+    found, _ = preflight_plan(with_teacher(f"teacher.path={folder}/teacher"), None)
+    assert [problem.key for problem in found] == ["teacher.path"] * 3  # no weights, no tokenizer, too short
+    found, _ = preflight_plan(with_teacher("teacher.path=./nowhere"), None)
+    assert [(problem.key, problem.remedy.partition(" (")[0]) for problem in found] == [
+        ("teacher.path", "no such directory")]
+
+
+def test_how_the_teacher_is_served_may_change_when_a_run_is_resumed(with_teacher):
+    moved = with_teacher("teacher.python=other", "teacher.args=[--x]", "teacher.env.A=b")
+    assert resume_problems(with_teacher(), moved) == []
+    assert [p.key for p in resume_problems(with_teacher(), with_teacher("teacher.path=other"))] == ["teacher.path"]
 
 
 def test_teachers_gpus_without_a_teacher(experiment_file, hf_config):

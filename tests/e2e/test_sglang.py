@@ -1,4 +1,5 @@
-"""The quickstart with SGLang in vLLM's place and dynamic sampling, a few steps in turns, from the same warm start.
+"""The quickstart with SGLang in vLLM's place, dynamic sampling and a reward of two parts, a few steps in turns, from
+the same warm start.
 (Overlapped steps with SGLang: test_recovery.)"""
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 TAKING_TURNS = ["loop.mode=colocated_sync", "cluster.gpus=1", "cluster.trainer_gpus=null", "cluster.rollout_gpus=null",
                 "trainer.parallel.tp=1"]
+TWO_PARTS = ["reward.kind=null",
+             "reward.parts={right: {kind: exact}, form: {kind: format, pattern: '[0-9]{1,2}', weight: 0.25}}"]
 
 
 @pytest.fixture(scope="module")
 def run(warm_start, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("sglang")
     log = folder / "console.log"
-    finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", *TAKING_TURNS, f"loop.steps={STEPS}",
+    finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", *TAKING_TURNS, *TWO_PARTS, f"loop.steps={STEPS}",
                   "eval.every=3", "rollout.filters.zero_variance=true", "rollout.oversample=4",
                   "log.trajectories_per_step=1000", f"log.dir={folder}/runs"], log), log, timeout_s=900)
     run_dir, = (folder / "runs").iterdir()
@@ -56,6 +59,14 @@ def test_batches_are_full_of_groups_that_teach_and_no_prompt_is_lost(run):
         assert len(groups) == 32 and sorted(set(groups)) == groups and first <= groups[0] and groups[-1] == after - 1
         first, rejected = after, rejected + row["filters/refills"]
     assert rejected > 0
+
+
+def test_both_parts_of_the_reward_are_logged_and_the_judging_one_is_the_accuracy(run):
+    for row in rows(run.run_dir, "train"):
+        assert row["reward/mean"] == pytest.approx(row["reward/right"] + 0.25 * row["reward/form"])
+        assert 0 < row["reward/right"] == row["rollout/accuracy"] < row["reward/form"]
+    last = rows(run.run_dir, "eval")[-1]
+    assert last["eval/heldout/reward/right/mean@1"] == last["eval/heldout/acc/mean@1"]
 
 
 def test_nothing_is_left_running(run):

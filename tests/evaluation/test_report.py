@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mrl.config.schema import Eval
 from mrl.evaluation.command import tables
-from mrl.evaluation.report import flat_metrics, reports
+from mrl.evaluation.report import flat_metrics, reports, sample_rows
 from mrl.evaluation.samples import save_samples
 from mrl.rollout.types import Group, GroupRequest
 from tests.reference import evaluation as reference
@@ -50,6 +50,21 @@ def test_the_numbers_of_two_prompts():
     assert report.counts == {"prompts": 2, "response_length_max": 4, "reward_errors": 0, "groups_regenerated": 0}
     low, high = report.results["acc/mean@4"][1:]
     assert (low, high) == (0.25, 0.5)  # of two prompts, one may be drawn twice
+
+
+def test_published_results_of_32_samples_have_their_names():
+    found = flat_metrics({"aime24": report_of([evaluated(0, [RIGHT] * 8 + [("5", 0.0)] * 24)])})
+    assert found["eval/aime24/acc/best@32/mean"] == pytest.approx(1 - 0.75 ** 32)
+    assert found["eval/aime24/acc/maj@32/mean"] < 0.05  # three of four say 5
+    assert found["eval/aime24/acc/mean@32"] == 0.25 and found["eval/aime24/pass@32"] == 1.0
+
+
+def test_right_is_what_the_judging_parts_say_and_not_the_sum():
+    group = evaluated(0, [("4", 1.5), ("5", 0.9)])
+    group.trajectories[0].correct, group.trajectories[1].correct = False, True  # much style; no style
+    values = {name: result.value for name, result in report_of([group]).results.items()}
+    assert values["acc/mean@2"] == 0.5 and values["reward/mean@2"] == pytest.approx(1.2)
+    assert [row["correct"] for row in sample_rows([group])] == [False, True]
 
 
 def test_the_same_seed_gives_the_same_numbers_in_any_order_of_data_sets():

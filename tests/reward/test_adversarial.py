@@ -94,6 +94,22 @@ def test_one_part_that_fails_leaves_the_others_their_scores(results, tmp_path):
     assert (broken.reward, broken.parts) == (0.0, {"right": 0.0, "mine": 0.0}) and "not finite" in broken.error
 
 
+def test_right_is_what_the_judging_parts_give_full_marks_whatever_the_sum(results, tmp_path):
+    (tmp_path / "f.py").write_text("def f(prompt, response, answer):\n"
+                                   "    return {'lost': None, '7': 0.0}.get(response, -1.0)\n")
+    form = {"kind": "format", "pattern": ".*", "weight": 0.9}
+    summed = {"parts": {"form": form, "number": {"kind": "math", "weight": 0.5},
+                        "word": {"kind": "exact", "weight": 0.5}}}
+    found = results(summed, ["7", r"\boxed{7}", "8"], "7")
+    assert [(round(r.reward, 6), r.correct, r.extracted) for r in found] == [
+        (1.9, True, "7"), (1.4, False, "7"), (0.9, False, "8")]
+    shifted = {"parts": {"form": form, "mine": {"kind": "custom", "function": f"{tmp_path}/f.py:f"}},
+               "accuracy": {"parts": ["mine"], "full_marks": 0.0}}
+    found = results(shifted, ["7", "8", "lost"], "")
+    assert [(round(r.reward, 6), r.correct) for r in found] == [(0.9, True), (-0.1, False), (0.9, False)]
+    assert found[2].parts["mine"] == 0.0 and "mine: invalid" in found[2].error
+
+
 def test_a_sum_that_no_float32_holds_is_a_fault(results, tmp_path):
     (tmp_path / "f.py").write_text("def f(prompt, response, answer):\n    return 1e300\n")
     [result] = results({"kind": "custom", "function": f"{tmp_path}/f.py:f", "weight": 1e300}, ["x"], "")

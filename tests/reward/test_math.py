@@ -114,7 +114,8 @@ def test_scores(response, answer, expected):
     assert score(response, answer) == expected
 
 
-@pytest.mark.parametrize("answer", ["", "   ", "???", r"\frac{1}{", r"\boxed{", None, True, ["1"], {"a": 1}])
+@pytest.mark.parametrize("answer", ["", "   ", "???", r"\frac{1}{", r"\boxed{", None, True, ["1"], {"a": 1},
+                                    float("nan"), float("-inf")])
 def test_an_unusable_reference_answer_is_an_error_and_never_scores(answer):
     with pytest.raises(ValueError, match="reference answer"):
         check_gold(answer)

@@ -94,7 +94,7 @@ def test_math_through_the_pool():
         assert [r.reward for r in results] == [0.0, 0.0, 0.0]
         assert [r.extracted for r in results] == ["18", "18", "19"]
         right = asyncio.run(score_one(pool, r"so \boxed{\frac{36}{2}}", "18"))
-        assert right == RewardResult(1.0, error=None, extracted=r"\frac{36}{2}", parts={"math": 1.0})
+        assert right == RewardResult(1.0, error=None, extracted=r"\frac{36}{2}", parts={"math": 1.0}, correct=True)
         assert pool.metrics() == {"calls": 4, "timeout": 0, "crash": 0, "error": 0, "invalid": 0}
     finally:
         pool.close()

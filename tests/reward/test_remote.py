@@ -2,6 +2,7 @@
 import asyncio
 import json
 import time
+from datetime import date
 
 import pytest
 from aiohttp import web
@@ -61,6 +62,13 @@ def test_http_one_request_a_prompt():
     assert [body for _, body, _ in asked] == [{
         "prompt": [{"role": "user", "content": "1+1?"}], "responses": ["2", "3", "4"], "answer": "2",
         "row": {"level": 3}}]
+
+
+def test_a_row_holds_what_json_has_no_form_for():
+    day = Sample("when?", "today", date(2026, 1, 31), {"seen": date(2026, 2, 1)})
+    [result], asked, _ = ask(lambda path, body, n: {"scores": [0.5]}, [day], **HTTP)
+    assert (result.reward, result.error) == (0.5, None)
+    assert (asked[0][1]["answer"], asked[0][1]["row"]) == ("2026-01-31", {"seen": "2026-02-01"})
 
 
 def test_the_key_of_the_server_is_sent_and_must_be_there(monkeypatch):

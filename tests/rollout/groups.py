@@ -9,7 +9,7 @@ def trajectory(prompt=(5, 6), response=(7, 8, 9), reward=0.0, version=Version(0,
     tokens = np.array([*prompt, *response], dtype=np.int64)
     mask = np.arange(len(tokens)) >= len(prompt)
     return Trajectory(tokens, mask, np.where(mask, np.float32(-0.5), np.float32(0)), version, finish, "text", reward,
-                      extracted=extracted)
+                      correct=reward >= 1, extracted=extracted)
 
 
 def group(group_id, rewards, lengths=None, version=Version(0, 0), regenerated=False, dataset=""):

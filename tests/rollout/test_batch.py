@@ -126,6 +126,8 @@ def test_versions_are_as_promised(age, lag, regenerated, fine):
 
 def test_metrics():
     metrics = rollout_metrics([group(0, [1, 0], [2, 4]), group(1, [1, 1], [3, 3], regenerated=True)], Version(0, 1))
+    rounded = rollout_metrics([group(0, [0.1 + 0.2, 0.3])], Version(0, 1))
+    assert rounded["rollout/groups_without_signal"] == 1  # advantages are 0, too
     assert metrics["reward/mean"] == 0.75 and metrics["rollout/accuracy"] == 0.75
     assert metrics["rollout/response_length"] == 3 and metrics["rollout/response_length_max"] == 4
     assert metrics["rollout/groups_without_signal"] == 0.5 and metrics["rollout/groups_regenerated"] == 1
@@ -142,6 +144,16 @@ def test_a_teachers_opinion_becomes_advantages_and_a_metric():
         assert sequence.advantage.tolist() == pytest.approx(np.where(t.loss_mask, -0.25, 0.0).tolist())
     assert rollout_metrics([taught], Version(0, 1))["distill/reverse_kl"] == pytest.approx(0.25)
     assert "distill/reverse_kl" not in rollout_metrics([group(0, [0, 1])], Version(0, 1))
+
+
+@pytest.mark.parametrize("spans, seconds", [
+    ([(1, 2)], 1), ([(1, 4), (2, 3)], 3), ([(5, 6), (1, 3), (2, 4)], 4), ([(1, 2), (2, 3)], 2)])
+def test_a_teacher_is_busy_while_any_group_is_with_it(spans, seconds):
+    groups = [group(number, [1, 0]) for number in range(len(spans))]
+    assert "timing/teach_sequences" not in rollout_metrics(groups, Version(0, 1))
+    for one, span in zip(groups, spans):
+        one.taught = (float(span[0]), float(span[1]))
+    assert rollout_metrics(groups, Version(0, 1))["timing/teach_sequences"] == seconds
 
 
 def test_the_mean_of_each_part_of_the_reward():

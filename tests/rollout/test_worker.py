@@ -244,7 +244,8 @@ def test_a_teacher_scores_the_sampled_tokens_of_training_prompts_alone(make_work
     worker = make_worker([gate], lambda: [teacher], **sections)
     heldout, trained = run(worker, [GroupRequest(0, 0, 0, 1, "eval", "heldout"), GroupRequest(1, 0, 0, 2, "train")],
                            kinds=("train", "eval"))
-    assert heldout.trajectories[0].teacher_log_prob is None
+    assert heldout.trajectories[0].teacher_log_prob is None and heldout.taught is None
+    assert trained.finished <= trained.taught[0] <= trained.taught[1]
     assert len(teacher.asked) == 3 and not trained.regenerated  # lost and asked again; the sample is still its own
     for t in trained.trajectories:
         assert t.tokens.tolist() in teacher.asked and t.teacher_log_prob.dtype == np.float32
@@ -252,16 +253,33 @@ def test_a_teacher_scores_the_sampled_tokens_of_training_prompts_alone(make_work
         assert t.teacher_log_prob.tolist() == expected
 
 
-def test_a_teacher_with_other_tokens_is_refused(make_worker, model, tmp_path):
-    other = tmp_path / "teacher"
+@pytest.mark.parametrize("key, section", [
+    ("teacher.path", lambda path: {"teacher": {"path": path, "python": "python"}}),
+    ("algorithm.critic.path", lambda path: {"algorithm": {"name": "gae", "critic": {"path": path}}})])
+def test_a_teacher_or_critic_with_other_tokens_is_refused(make_worker, model, tmp_path, key, section):
+    other = tmp_path / "other"
     shutil.copytree(model, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second, *_ = (token for token in vocab if token.isalnum())
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    worker = make_worker([Gate()], teacher={"path": str(other), "python": "python"})
-    with pytest.raises(DataError, match=f"teacher.path {other} has another tokenizer than the model: 2 tokens"):
+    worker = make_worker([Gate()], **section(str(other)))
+    with pytest.raises(DataError, match=f"{key} {other} has another tokenizer than the model: 2 tokens"):
+        asyncio.run(worker.prepare(("train",)))
+
+
+def test_a_critic_may_have_fewer_unused_rows_but_must_embed_every_token(make_worker, model, tmp_path):
+    other = tmp_path / "critic"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    known = max(make_tokenizer().get_vocab().values()) + 1
+    worker = make_worker([Gate()], algorithm={"name": "gae", "critic": {"path": str(other)}})
+    for rows in (known, known - 1):
+        (other / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+        if rows == known:
+            asyncio.run(worker.prepare(("train",)))
+    with pytest.raises(DataError, match=f"algorithm.critic.path {other} has {known - 1} embedding rows, fewer than"):
         asyncio.run(worker.prepare(("train",)))
 
 

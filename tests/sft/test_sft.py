@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.config.sft import SftData
+from mrl.data.prompts import DataError
 from mrl.data.tokenize import PromptEncoder
 from mrl.sft.samples import make_samples, share_of
 from tests.torchrun import ROOT, torchrun
@@ -35,10 +36,13 @@ def write_rows(path: Path, pairs) -> Path:
 def test_only_the_answer_and_its_end_are_learnt(model, tmp_path):
     data = SftData(train=str(write_rows(tmp_path / "train.jsonl", [(12, 34)])))
     encoder = PromptEncoder(str(model), data)
-    sample, = make_samples(encoder, data.train, data)
+    sample, = make_samples(encoder, data.train, data, longest=100)
     learnt = sample["tokens"][sample["loss_mask"]].tolist()
     assert learnt == [*encoder.encode_text("46"), encoder.eos_id]
     assert "12+34=?" in encoder.decode(sample["tokens"][~sample["loss_mask"]].tolist())
+    assert len(make_samples(encoder, data.train, data, longest=len(sample["tokens"]))) == 1
+    with pytest.raises(DataError, match=r"'12\+34=\?' have .* batch.max_tokens_per_microbatch \(7\)"):
+        make_samples(encoder, data.train, data, longest=7)
 
 
 def test_a_rows_budget_is_filled_and_weights_sum_to_one_over_replicas():

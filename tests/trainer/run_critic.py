@@ -74,6 +74,7 @@ def check_layouts(folder: Path, layouts: list[str], platform) -> None:
         for turn, family in enumerate(families(parse_parallel(words), FAMILIES), start=number):
             values, loss, gradients = expected[0][family]
             critic = build_critic(folder / family, parse_parallel(words), platform)
+            check_ids_beyond(critic, batch[0])
             mine = list(splits(critic.layout.replicas))[turn % 3][critic.dp_rank]
             rows = [[batch[i] for i in microbatch] for microbatch in mine]
             for index, value in zip([i for one in mine for i in one], critic.values(rows), strict=True):
@@ -81,6 +82,16 @@ def check_layouts(folder: Path, layouts: list[str], platform) -> None:
             check_gradients(critic, rows, loss, gradients)
             if dist.get_rank() == 0:
                 print(f"ok {family} {words}", flush=True)
+
+
+def check_ids_beyond(critic, sample: dict[str, torch.Tensor]) -> None:
+    """A policy whose embedding is padded further may sample an id that the critic has not: it is read as the last."""
+    def values(token: int) -> torch.Tensor:
+        tokens = sample["tokens"].clone()
+        tokens[1] = token
+        return critic.values([[{**sample, "tokens": tokens}]])[0]
+
+    torch.testing.assert_close(values(critic.spec.vocab + 500), values(critic.spec.vocab - 1), atol=0, rtol=0)
 
 
 def check_gradients(critic, rows, loss: float, expected: dict[str, torch.Tensor]) -> None:
