@@ -133,7 +133,8 @@ def experiment(options: argparse.Namespace, path: Path, ranks: int, port: int) -
                     "env": {} if colocated(options) else {"PYTHONPATH": str(TOOLS)},
                     "sampling": {"max_response_tokens": 64}, "start_timeout_s": options.start_timeout},
         "sync": {"buffers": options.buffers, "transport": options.transport},
-        "loop": {"steps": 1, "mode": "colocated_sync" if colocated(options) else "one_step_overlap"},
+        "loop": {"steps": 1, "mode": "colocated_sync" if colocated(options) else "one_step_overlap",
+                 "sleep_engines": False},
         "cluster": {"device": options.device, **({"gpus": ranks} if colocated(options) else {
             "trainer_gpus": ranks, "rollout_gpus": options.engine_tp})},
     })

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Coroutine, Optional, Sequence
 
 from mrl.config.schema import Experiment
-from mrl.engine.api import (Completion, EngineClosed, EngineLost, EngineStatus, GenerateRequest, Prepared, SyncError,
+from mrl.engine.api import (Completion, EngineClosed, EngineLost, GenerateRequest, Prepared, SyncError,
                             SyncResult, Version)
 from mrl.engine.coverage import coverage_problems, summary
 from mrl.engine.life import ServerLife

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
-import torch
 import torch.distributed as dist
 
 from mrl.config.schema import Experiment
