@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,22 @@ class Batch:
     @property
     def microbatches(self) -> list[Microbatch]:
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """One tensor a field: pickled one by one, the tensors of a few hundred samples take most of a second."""
+        samples = self.samples
+        return {
+            "total": self.total,
+            "sizes": [[len(microbatch) for microbatch in minibatch] for minibatch in self.minibatches],
+            "lengths": [len(sample["tokens"]) for sample in samples],
+            "fields": {name: torch.cat([sample[name] for sample in samples]) for name in (samples[0] if samples else ())},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        columns = {name: flat.split(state["lengths"]) for name, flat in state["fields"].items()}
+        samples = iter([dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)])
+        self.total = state["total"]
+        self.minibatches = [[[next(samples) for _ in range(size)] for size in sizes] for sizes in state["sizes"]]
 
 
 def check_versions(groups: list[Group], current: Version, lag: int) -> None:

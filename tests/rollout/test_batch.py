@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,21 @@ def test_add_field_reaches_the_samples_in_microbatch_order():
     samples = [s for microbatch in share.microbatches for s in microbatch]
     share.add_field("ref_log_prob", [torch.full((len(s["tokens"]),), float(i)) for i, s in enumerate(samples)])
     assert [float(s["ref_log_prob"][0]) for s in samples] == [0.0, 1.0]
+
+
+def test_a_share_travels_as_one_tensor_a_field():
+    groups = [group(i, [1, 0, 1], [2, 5, 1 + i]) for i in range(5)]
+    shares = split_batch(groups, experiment(batch={"minibatches": 2, "max_tokens_per_microbatch": 64}), replicas=16).shares
+    empty = split_batch([], experiment(), replicas=1).shares
+    for share in [*shares, *empty]:
+        arrived = pickle.loads(pickle.dumps(share))
+        assert arrived.total == share.total
+        assert [[len(microbatch) for microbatch in minibatch] for minibatch in arrived.minibatches] == [
+            [len(microbatch) for microbatch in minibatch] for minibatch in share.minibatches]
+        for sample, sent in zip(arrived.samples, share.samples, strict=True):
+            assert sample.keys() == sent.keys()
+            assert all(torch.equal(sample[name], sent[name]) and sample[name].dtype == sent[name].dtype for name in sent)
+    assert any(not microbatch for share in shares for microbatch in share.microbatches)  # an empty one, too
 
 
 @pytest.mark.parametrize("age, lag, regenerated, fine", [
