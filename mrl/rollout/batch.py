@@ -45,11 +45,12 @@ class Batch:
     def __getstate__(self) -> dict[str, Any]:
         """One tensor a field: pickled one by one, the tensors of a few hundred samples take most of a second."""
         samples = self.samples
+        names = samples[0].keys() if samples else ()
         return {
             "total": self.total,
             "sizes": [[len(microbatch) for microbatch in minibatch] for minibatch in self.minibatches],
             "lengths": [len(sample["tokens"]) for sample in samples],
-            "fields": {name: torch.cat([sample[name] for sample in samples]) for name in (samples[0] if samples else ())},
+            "fields": {name: torch.cat([sample[name] for sample in samples]) for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

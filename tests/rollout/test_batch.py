@@ -116,7 +116,8 @@ def test_add_field_reaches_the_samples_in_microbatch_order():
 
 def test_a_share_travels_as_one_tensor_a_field():
     groups = [group(i, [1, 0, 1], [2, 5, 1 + i]) for i in range(5)]
-    shares = split_batch(groups, experiment(batch={"minibatches": 2, "max_tokens_per_microbatch": 64}), replicas=16).shares
+    batch = {"minibatches": 2, "max_tokens_per_microbatch": 64}
+    shares = split_batch(groups, experiment(batch=batch), replicas=16).shares
     empty = split_batch([], experiment(), replicas=1).shares
     for share in [*shares, *empty]:
         arrived = pickle.loads(pickle.dumps(share))
@@ -125,7 +126,8 @@ def test_a_share_travels_as_one_tensor_a_field():
             [len(microbatch) for microbatch in minibatch] for minibatch in share.minibatches]
         for sample, sent in zip(arrived.samples, share.samples, strict=True):
             assert sample.keys() == sent.keys()
-            assert all(torch.equal(sample[name], sent[name]) and sample[name].dtype == sent[name].dtype for name in sent)
+            for name, value in sent.items():
+                assert torch.equal(sample[name], value) and sample[name].dtype == value.dtype
     assert any(not microbatch for share in shares for microbatch in share.microbatches)  # an empty one, too
 
 
