@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Callable, Literal
 
+from mrl.engine.api import MemoryPart
 from mrl.observe.clock import Clock
 from mrl.platform import Platform
 from mrl.rollout.service import RolloutService
 
 if TYPE_CHECKING:  # what is tested around stand-ins needs no Megatron
-    from mrl.trainer.offload import Offload
+    from mrl.trainer.offload import Offload, Part
 
 GB = 1e9
 
@@ -74,13 +75,13 @@ class Turns:
         self.copied = dict.fromkeys(self.copied, 0)
         return {f"memory/{name}_gb": value for name, value in found.items()}
 
-    def _offload(self, part: Literal["weights", "optimizer"]) -> None:
+    def _offload(self, part: Part) -> None:
         if self.offload:
             with self.clock("offload"):
                 self.copied["offload"] += self.offload.release(part)
                 self.platform.release_cache()
 
-    def _onload(self, *parts: Literal["weights", "optimizer"]) -> None:
+    def _onload(self, *parts: Part) -> None:
         if self.offload:
             with self.clock("onload"):
                 self.copied["onload"] += self.offload.restore(*parts)
@@ -92,7 +93,7 @@ class Turns:
                     self.rollouts.sleep()
                 self.meet()  # no rank takes what an engine still holds
 
-    def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+    def _wake(self, part: MemoryPart) -> None:
         if self.sleeps:
             with self.clock("wake"):
                 self.meet()  # no engine takes what a rank still holds

@@ -1,4 +1,4 @@
-"""Whose turn it is: what trainers and engines hold in every phase, on ranks that are threads' worth of stand-ins."""
+"""Whose turn it is: what trainers and engines give up, take and hold in every phase, over a stand-in for a GPU."""
 import pytest
 
 from mrl.observe.clock import Clock
@@ -8,7 +8,7 @@ PARTS = {"weights": 4, "optimizer": 12}
 
 
 class Device:
-    """A GPU: writes down who takes and gives what, and lets no more than the largest phase be held."""
+    """A GPU, the policy's Offload on it, and its engines: writes down who takes and gives what, and who holds what."""
 
     def __init__(self):
         self.said, self.held = [], {"weights", "optimizer"}
