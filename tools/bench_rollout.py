@@ -63,8 +63,8 @@ def experiment(options: argparse.Namespace, model: Path, port: int) -> Experimen
                     "host": HOST, "port": port, "max_concurrent_requests": options.at_once,
                     "args": one_engine.arguments(options, graphs=not options.eager),
                     "sampling": {"max_response_tokens": options.longest}, "start_timeout_s": options.start_timeout},
-        "loop": {"steps": 1, "mode": "colocated_sync"}, "cluster": {"device": options.device,
-                                                                     "gpus": options.engine_tp}})
+        "loop": {"steps": 1, "mode": "colocated_sync", "sleep_engines": False},
+        "cluster": {"device": options.device, "gpus": options.engine_tp}})
 
 
 def make_requests(options: argparse.Namespace, vocab: int) -> list[GenerateRequest]:

@@ -98,7 +98,7 @@ def experiment(options: argparse.Namespace, model: Path) -> Experiment:
                     "max_concurrent_requests": ASKED_AT_ONCE,
                     "args": one_engine.arguments(options, graphs=not options.eager),
                     "sampling": {"max_response_tokens": options.longest}, "start_timeout_s": options.start_timeout},
-        "loop": {"steps": 1, "mode": "colocated_sync"},
+        "loop": {"steps": 1, "mode": "colocated_sync", "sleep_engines": False, "offload_trainers": False},
         "cluster": {"device": options.device, "gpus": dist.get_world_size()}})
 
 
