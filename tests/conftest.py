@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 
+import hypothesis
 import pytest
+
+# The same examples in every run, however long one takes.
+hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("reproducible")
 
 LONGEST = ("e2e", "stream-vllm", "stream-sglang", "trainer", "stream", "receiver", "reshard")
 

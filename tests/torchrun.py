@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = ["tests.trainer.gang", "tests.stream.engines"]
+IMPORTED = ["tests.trainer.run_training", "tests.stream.push_toys"]
 """Between them, these import what is slow to import."""
 
 

@@ -37,7 +37,7 @@ def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> None:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            process.wait(300)
     assert code == 0, f"exit code {code}\n{log.read_text()[-4000:]}"
 
 
@@ -89,7 +89,7 @@ def wait_alive(process: subprocess.Popen, log: Path, *names: str, timeout_s: flo
 
 
 def assert_nothing_left(log: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while (left := processes_of(log)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, f"still running: {left}"

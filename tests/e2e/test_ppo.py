@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.runs import MRL, assert_nothing_left, finish, rows, start
 
 pytestmark = pytest.mark.slow
-STEPS, WARMUP = 50, 5
+STEPS, WARMUP = 40, 5
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +16,14 @@ def ppo(warm_start, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("ppo")
     run_dir, log = folder / "run", folder / "console.log"
     process = start([str(MRL), "train", "configs/quickstart_ppo_cpu.yaml", "--run-dir", str(run_dir),
-                     f"loop.steps={STEPS}"], log)
+                     f"loop.steps={STEPS}", f"eval.every={STEPS}"], log)
     finish(process, log, timeout_s=1200)
     return SimpleNamespace(run_dir=run_dir, log=log, steps=rows(run_dir, "train"), evals=rows(run_dir, "eval"))
 
 
 def test_held_out_accuracy_rises(ppo):
     before, after = (ppo.evals[index]["eval/heldout/acc/mean@1"] for index in (0, -1))
-    assert after - before >= 0.15, f"{before:.3f} -> {after:.3f}"
+    assert after - before >= 0.1, f"{before:.3f} -> {after:.3f}"
 
 
 def test_the_critic_learns_first_and_comes_to_explain_returns(ppo):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 from types import SimpleNamespace
 
@@ -47,14 +48,17 @@ def survivor(request, warm_start, home, tmp_path_factory) -> SimpleNamespace:
                  and str(run_dir) in _command(p) and "torch.distributed.run" not in _command(p)
                  and "guard.py" not in _command(p)]
         ranks[-1].send_signal(signal.SIGKILL)
-        finish(process, log, timeout_s=300)
+        finish(process, log, timeout_s=900)
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            process.wait(300)
         del os.environ["MRL_TEST_ARMED"]
-    return SimpleNamespace(mode=request.param, run_dir=run_dir, log=log, console=log.read_text(), armed=armed,
-                           overlap=request.param == "one_step_overlap")
+    console = log.read_text()
+    # How far the run comes before its rank is dead depends on the machine.
+    restart, = re.findall(r"restarting them from checkpoint step (\d+)", console)
+    return SimpleNamespace(mode=request.param, run_dir=run_dir, log=log, console=console, armed=armed,
+                           overlap=request.param == "one_step_overlap", restart=int(restart))
 
 
 def _command(process: psutil.Process) -> str:
@@ -93,20 +97,22 @@ def test_nothing_is_lost_or_doubled(survivor):
 def test_an_overlapped_checkpoint_keeps_the_batch_that_was_collected(survivor):
     if not survivor.overlap:
         pytest.skip("only one_step_overlap has a batch waiting at its checkpoints")
-    # Step 3's batch was sampled by version 2 of the first attempt; the second attempt trains just that.
-    batch = pickle.loads((survivor.run_dir / "checkpoints" / "step_000003" / "batch.pkl").read_bytes())
-    trained = trajectories(survivor.run_dir, "step_000003")
+    # It was sampled by the first attempt's version before the checkpoint's; the second attempt trains just that.
+    name = f"step_{survivor.restart:06d}"
+    batch = pickle.loads((survivor.run_dir / "checkpoints" / name / "batch.pkl").read_bytes())
+    trained = trajectories(survivor.run_dir, name)
     assert [group.trajectories[0].response_text for group in batch] == [row["response"] for row in trained]
-    assert {row["version"] for row in trained} <= {"0:2", "0:3"}
+    assert {row["version"] for row in trained} <= {f"0:{survivor.restart - 1}", f"0:{survivor.restart}"}
 
 
 def test_the_gang_went_on_from_its_checkpoint_as_a_new_attempt(survivor):
-    assert [row["step"] for row in rows(survivor.run_dir, "train")] in (
-        [1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9])
+    steps = [row["step"] for row in rows(survivor.run_dir, "train")]
+    before = steps[:-(STEPS - survivor.restart)]
+    assert before == [*range(1, len(before) + 1)] and len(before) >= max(5, survivor.restart)
+    assert steps[len(before):] == [*range(survivor.restart + 1, STEPS + 1)]
     versions = [row["sync/version"] for row in rows(survivor.run_dir, "sync")]
-    resumed = versions.index("1:3")
+    resumed = versions.index(f"1:{survivor.restart}")
     assert all(v.startswith("0:") for v in versions[:resumed]) and versions[-1] == f"1:{STEPS}"
-    assert "restarting them from checkpoint step 3" in survivor.console
     assert survivor.console.count("starting the engines") == 1
     saved = sorted(path.name for path in (survivor.run_dir / "checkpoints").iterdir())
     assert saved == ["step_000003", "step_000006", "step_000009"]
@@ -138,7 +144,7 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.S
 def stop(process, log, number: signal.Signals) -> None:
     """Nothing of the run outlives it."""
     process.send_signal(number)
-    assert process.wait(60) == EXIT_CODES[number]
+    assert process.wait(300) == EXIT_CODES[number]
     assert_nothing_left(log)
 
 

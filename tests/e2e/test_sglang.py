@@ -44,7 +44,7 @@ def test_it_answers_as_vllm_does(run, quickstart):
     ours, theirs = (rows(each.run_dir, "eval")[0] for each in (run, quickstart))
     assert ours["eval/heldout/prompts"] == theirs["eval/heldout/prompts"] == 500
     # Both sample at temperature 1.
-    assert ours["eval/heldout/acc/mean@1"] == pytest.approx(theirs["eval/heldout/acc/mean@1"], abs=0.1)
+    assert ours["eval/heldout/acc/mean@1"] == pytest.approx(theirs["eval/heldout/acc/mean@1"], abs=0.12)
     responses = {row["response"] for row in trajectories(run.run_dir, "step_000000")}
     assert len(responses) > 1, "every sample is the same"
 

@@ -14,17 +14,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def failed(warm_start, tmp_path_factory) -> dict[str, SimpleNamespace]:
-    """Runs with one error each, by its name: exit code, console and the port that was taken."""
+    """Runs with one error each, all at once, by its name: exit code, console and the port that was taken."""
     folder = tmp_path_factory.mktemp("errors")
     with ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         errors = {"prompt": "data.max_prompt_tokens=3", "port": f"rollout.port={port}"}
-        codes = {}
+        processes = {}
         for name, override in errors.items():
-            process = start([str(MRL), "train", "configs/quickstart_cpu.yaml", f"log.dir={folder}", override],
-                            folder / f"{name}.log")
-            stack.callback(process.kill)
-            codes[name] = process.wait(300)
+            processes[name] = start([str(MRL), "train", "configs/quickstart_cpu.yaml", f"log.dir={folder}", override],
+                                    folder / f"{name}.log")
+            stack.callback(processes[name].kill)
+        codes = {name: process.wait(600) for name, process in processes.items()}
     return {name: SimpleNamespace(code=code, log=folder / f"{name}.log", port=str(port),
                                   console=(folder / f"{name}.log").read_text()) for name, code in codes.items()}
 

@@ -92,7 +92,7 @@ class FakeServer:
 def sync_request(step: int, **changes) -> SyncRequest:
     request = SyncRequest(run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link="l",
                           connect=True, store_host="h", store_port=1, plan=PLAN, buffers=2, transport="gloo",
-                          verify=True, deadline_s=5.0)
+                          verify=True, deadline_s=100.0)
     return replace(request, **changes)
 
 
@@ -116,7 +116,7 @@ def with_engine(scenario, load_weights=False, **rollout):
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 async def until(condition):

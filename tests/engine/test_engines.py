@@ -207,13 +207,13 @@ RESETS = {"vllm": ("/reset_prefix_cache", [(200, '{"success": false}'), (200, '{
           "sglang": ("/flush_cache", [(400, "Flush cache failed"), (200, "Cache flushed")])}
 
 
-def reset(engine: str, answers: list[tuple[int, str]]) -> None:
+def reset(engine: str, answers: list[tuple[int, str]], timeout_s: float = 300.0) -> None:
     """Reset the cache of a server that answers so, one after the other."""
     async def answer(_):
         status, text = answers.pop(0)
         return web.Response(status=status, text=text)
 
-    asked(engine, RESETS[engine][0], answer, lambda one: one.reset_prefix_cache(0.5))
+    asked(engine, RESETS[engine][0], answer, lambda one: one.reset_prefix_cache(timeout_s))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -223,7 +223,7 @@ def test_the_prefix_cache_is_reset_when_the_engine_says_so(engine):
     reset(engine, answers)
     assert not answers
     with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
-        reset(engine, [no] * 9)
+        reset(engine, [no] * 9, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("answer", ["", "{}", '{"success": null}', "[]"])

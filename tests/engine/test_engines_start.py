@@ -10,10 +10,11 @@ from mrl.engine.engines import SERVERS
 from tests.rollout.experiments import experiment
 
 STAND_IN = """#!{python}
-import http.server, json, sys, time
+import sys
 if sys.argv[1] == "-c":
     print("0.0.0"); sys.exit()
 print("starting", flush=True)
+import http.server, json, time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.reply("")
@@ -62,8 +63,8 @@ def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path, en
 
 
 def test_a_server_that_never_answers_names_the_key(tmp_path, engine):
-    with pytest.raises(EngineStartError, match=r"(?s)within rollout.start_timeout_s=4;.*starting"):
-        start(tmp_path, engine, "time.sleep(60)", start_timeout_s=4)
+    with pytest.raises(EngineStartError, match=r"(?s)within rollout.start_timeout_s=6;.*starting"):
+        start(tmp_path, engine, "time.sleep(600)", start_timeout_s=6)
 
 
 def test_another_runs_server_is_not_taken_for_ours(tmp_path, engine):

@@ -1,5 +1,6 @@
 """A reserved port stays ours until the server listens on it; a taken one is named."""
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -20,7 +21,7 @@ def server_socket(port: int) -> socket.socket:
 def test_the_server_gets_every_connection_while_the_port_is_held():
     with reserve_port("127.0.0.1", 0, "rollout.port") as port, server_socket(port) as server:
         for _ in range(20):
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
+            with socket.create_connection(("127.0.0.1", port), timeout=300):
                 server.accept()[0].close()
 
 
@@ -39,7 +40,9 @@ def test_a_taken_port_is_an_error_even_when_it_could_be_shared(reuse):
 
 
 def test_a_free_fixed_port():
-    with reserve_port("127.0.0.1", 0, "k") as port:
-        pass
-    with reserve_port("127.0.0.1", port, "k") as again:
-        assert again == port
+    """Of those that the kernel gives to nobody who asks for any."""
+    for port in range(21000, 21100):
+        with suppress(EngineStartError), reserve_port("127.0.0.1", port, "k") as reserved:
+            assert reserved == port
+            return
+    pytest.fail("none is free")

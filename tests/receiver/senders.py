@@ -34,7 +34,7 @@ class Senders:
         request = SyncRequest(
             run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link=f"link/{self.links}",
             connect=not self.connected, store_host="127.0.0.1", store_port=self.store.port, plan=self.wire, buffers=2,
-            transport=self.transport, verify=False, deadline_s=20.0)
+            transport=self.transport, verify=False, deadline_s=300.0)
         return replace(request, **changes)
 
     def connect(self, request: SyncRequest) -> None:
@@ -42,7 +42,7 @@ class Senders:
         if self.connected:
             return
         self.connected = True
-        deadline, workers = time.monotonic() + 20, self.plan.workers
+        deadline, workers = time.monotonic() + 300, self.plan.workers
 
         def build(part: str, rank: int, world_size: int) -> Transport:
             store = open_store("127.0.0.1", self.store.port, deadline)
@@ -119,6 +119,6 @@ def sync(senders: Senders, receivers: Sequence[Receiver], request: SyncRequest, 
     if count < len(senders.plan.buckets):
         senders.hang_up()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
     return outcomes

@@ -26,7 +26,7 @@ class Link:
                                             folder if rank == 0 else None), soon()) for rank in range(world)]
 
 
-def soon(seconds: float = 20.0) -> float:
+def soon(seconds: float = 300.0) -> float:
     return time.monotonic() + seconds
 
 

@@ -94,12 +94,12 @@ class Engine:
 
     def sync(self, senders: Senders, step: int, tensors: dict[str, torch.Tensor]) -> tuple[str, ...]:
         """One verified sync; the tensors that could not be verified."""
-        request = senders.request(step, verify=True, link=str(id(senders)), deadline_s=60.0)
+        request = senders.request(step, verify=True, link=str(id(senders)), deadline_s=300.0)
         if request.connect:
             assert self.call("prepare", request).not_sharded == {}
         done = self.begin("receive", replace(request, plan={}))
         senders.send(request, tensors)
-        result = done.result(120)
+        result = done.result(300)
         assert result.verified
         return result.unverified
 

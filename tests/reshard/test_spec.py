@@ -192,7 +192,7 @@ def test_planning_imports_no_torch():
         "plan.bucket(0), plan.to_wire(0)\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_the_package_offers_what_needs_torch_too():

@@ -80,7 +80,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=300.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -118,7 +118,7 @@ def test_results_go_to_their_own_callers_in_any_order(custom):
 
 @pytest.mark.parametrize("hang", ["hang", "hang_in_c"])
 def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
-    pool = custom(timeout_s=1.5)
+    pool = custom(timeout_s=4.0)
     before, hung, after = scores(pool, ["pid", hang, "pid"])
     assert hung.reward == 0.0 and hung.error.startswith("custom: timeout")
     assert after.error is None and after.reward != before.reward
@@ -127,15 +127,15 @@ def test_a_hung_verifier_is_killed_replaced_and_counted(custom, hang):
 
 
 def test_a_kill_takes_what_the_verifier_started(custom, tmp_path):
-    pool = custom(timeout_s=1.5)
+    pool = custom(timeout_s=4.0)
     [result] = scores(pool, [f"hang_with_child:{tmp_path}/child"])
     assert result.error.startswith("custom: timeout")
     wait_until(lambda: not alive((tmp_path / "child").read_text()))
 
 
 def test_waiting_for_a_free_process_does_not_count_as_time(custom):
-    pool = custom(timeout_s=2.0, processes=1)
-    results = scores(pool, ["sleep:0.6"] * 4)
+    pool = custom(timeout_s=4.0, processes=1)
+    results = scores(pool, ["sleep:1.1"] * 4)
     assert [r.error for r in results] == [None] * 4
 
 
@@ -208,7 +208,7 @@ async def main():
 
 asyncio.run(main())
 """
-    parent = subprocess.run([sys.executable, "-c", parent_source], capture_output=True, text=True, timeout=60)
+    parent = subprocess.run([sys.executable, "-c", parent_source], capture_output=True, text=True, timeout=300)
     assert parent.returncode == -9, parent.stderr
     wait_until(lambda: not alive(parent.stdout))
 
@@ -217,7 +217,7 @@ def test_it_works_on_an_event_loop_outside_the_main_thread(custom):
     pool, results = custom(), []
     thread = threading.Thread(target=lambda: results.extend(scores(pool, ["int", "bool"])))
     thread.start()
-    thread.join(30)
+    thread.join(300)
     assert [r.reward for r in results] == [1.0, 1.0]
 
 

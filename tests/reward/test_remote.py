@@ -109,10 +109,10 @@ def test_a_refusal_is_not_tried_again():
 
 def test_a_server_that_hangs_is_a_timeout():
     async def handler_sleep():
-        await asyncio.sleep(2)
+        await asyncio.sleep(4)
 
-    results, asked, metrics = ask(lambda path, body, n: handler_sleep(), SAMPLES, timeout_s=0.3, retries=1, **HTTP)
-    assert len(asked) == 2 and metrics["timeout"] == 3 and results[1].error == "http: timeout: no answer within 0.3 s"
+    results, asked, metrics = ask(lambda path, body, n: handler_sleep(), SAMPLES, timeout_s=0.8, retries=1, **HTTP)
+    assert len(asked) == 2 and metrics["timeout"] == 3 and results[1].error == "http: timeout: no answer within 0.8 s"
 
 
 @pytest.mark.parametrize("answer", [

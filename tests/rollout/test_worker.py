@@ -68,7 +68,7 @@ def run(worker, requests, version=Version(0, 3), kinds=("train",)):
         await worker.ask(requests, version)
         groups = []
         while len(groups) < len(requests):
-            groups += await worker.collect(5)
+            groups += await worker.collect(300)
         return sorted(groups, key=lambda group: group.request.group_id)
     return asyncio.run(asyncio.wait_for(sample(), 60))
 
@@ -140,9 +140,9 @@ def test_dropped_requests_are_aborted_and_the_others_finished(make_worker, monke
             await asyncio.sleep(0.01)
         await worker.drop([running, finished])
         await worker.ask([wanted], Version(0, 3))
-        assert [g.request for g in await worker.collect(5)] == [wanted] and not worker.tasks
+        assert [g.request for g in await worker.collect(300)] == [wanted] and not worker.tasks
         assert len(aborted) == 2 and worker.router.outstanding == [0]  # both samples of the one that was running
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), 300))
 
 
 def test_the_greedy_baseline_is_apart_from_the_samples(make_worker):

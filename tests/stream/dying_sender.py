@@ -1,4 +1,4 @@
-"""A trainer of one rank that dies in the middle of a push to an engine.
+"""Run by torchrun: a trainer of one rank that dies in the middle of a push to an engine.
 
 Arguments: experiment.json, Ray address, name of the engine's actor, step, messages to send before it kills itself.
 """
@@ -21,7 +21,7 @@ from tests.stream.tiny import FakeTrainer, weights
 
 def main(config: str, address: str, name: str, step: int, count: int) -> None:
     experiment = Experiment.model_validate_json(Path(config).read_text())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo")
     ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
     trainer = FakeTrainer(Path(experiment.model.path), Layout(), Layout().coord(0))
     trainer.become(weights(trainer.model, step))

@@ -45,7 +45,7 @@ def compare(trainer, engines, step: int) -> None:
     answer = [None]
     if engines:
         request = GenerateRequest(PROMPT, seed=step, max_tokens=20, temperature=1.0)
-        answer = [ray.get(engines[0].generate.remote(request), timeout=60)]
+        answer = [ray.get(engines[0].generate.remote(request), timeout=300)]
     dist.broadcast_object_list(answer, src=0)
     completion = answer[0]
     (log_probs,) = trainer.log_probs([[{"tokens": torch.tensor(PROMPT + completion.token_ids)}]])

@@ -90,7 +90,7 @@ def run_case(case: list, strategy: str, order: dict) -> None:
     placed = partitions(transport, workers)
     placed["cluster"]["gpus_per_node"] = node
     experiment = make_experiment(
-        model, "python", sync={"timeout_s": 60, "strategy": strategy, "verify_every": 0, "delta": delta,
+        model, "python", sync={"timeout_s": 300, "strategy": strategy, "verify_every": 0, "delta": delta,
                               "bucket_mb": BUCKET_MB_FP8 if fp8 else BUCKET_MB, "transport": transport},
         rollout={"parallel": {"tp": workers}, "quantization": "fp8" if fp8 else None}, **placed)
     layout = Layout(**sizes)

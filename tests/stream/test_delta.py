@@ -3,6 +3,8 @@
 One rank pushes to two toy engines of two workers each, over real gloo. Every buffer turns to garbage as soon as it may
 be used again.
 """
+import time
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ class Gang:
         shapes = dict(hf_tensors(spec))
         experiment = make_experiment(
             model, "python", rollout={"parallel": {"tp": WORKERS}}, cluster={"rollout_gpus": ENGINES * WORKERS},
-            sync={"timeout_s": 30, "strategy": strategy, "delta": True, "bucket_mb": 0.05})
+            sync={"timeout_s": 300, "strategy": strategy, "delta": True, "bucket_mb": 0.05})
         self.model, self.trainer, self.tensors = model, FakeTrainer(model, Layout(), Layout().coord(0)), {}
         self.engines = [ToyEngine(experiment, index, lambda worker, workers: ToyModel(
             shapes, spec.kv_heads, worker, workers), WORKERS) for index in range(ENGINES)]
@@ -49,7 +51,10 @@ class Gang:
 
     def push(self, fraction: float, engines: list[int] | None = None):
         self.change(fraction)
-        return self.sync.push(Version(0, self.step), engines)
+        began = time.monotonic()
+        report = self.sync.push(Version(0, self.step), engines)
+        self.push_s = time.monotonic() - began
+        return report
 
     def assert_holds(self, *engines: int) -> None:
         """These engines hold the trainer's weights, to the last bit; every one when none is named."""
@@ -109,7 +114,7 @@ def test_an_engine_that_missed_a_push_gets_all_that_was_sent_to_others_meanwhile
 def test_an_engine_that_was_restarted_gets_everything(gang):
     for receiver in gang.engines[1].receivers:
         receiver.close()
-    gang.engines[1].submit("_launch").result(30)
+    gang.engines[1].submit("_launch").result(300)
     report = gang.push(FEW)
     assert report.ok and report.verified and report.sent_fraction > HALF, report
     gang.assert_holds()
@@ -147,7 +152,7 @@ def test_a_message_that_was_corrupted_is_found_and_followed_by_a_full_push(gang,
 
 def test_a_worker_that_holds_another_push_refuses_before_anything_has_changed(gang):
     gang.engines[0].receivers[0].held = 77
-    with hurried(gang.sync, 6.0):  # the others wait for the one that refused, as for any that does not join
+    with hurried(gang.sync, gang.push_s):  # the others wait for the one that refused, as for any that does not join
         report = gang.push(FEW)
     assert "push 77 is in place" in report.errors[0] and report.errors[1] is None
     gang.assert_holds(1)

@@ -33,7 +33,7 @@ class Gang:
         shapes = dict(hf_tensors(spec))
         experiment = make_experiment(
             model, "python", cluster={"rollout_gpus": ENGINES * WORKERS}, rollout={"parallel": {"tp": WORKERS}},
-            sync={"timeout_s": 20, "strategy": strategy, "transport": "disk", "bucket_mb": 0.05, "verify_every": 1})
+            sync={"timeout_s": 300, "strategy": strategy, "transport": "disk", "bucket_mb": 0.05, "verify_every": 1})
         self.model, self.trainer = model, FakeTrainer(model, Layout(), Layout().coord(0))
         self.engines = [ToyEngine(experiment, index, lambda worker, workers: ToyModel(
             shapes, spec.kv_heads, worker, workers), WORKERS) for index in range(ENGINES)]

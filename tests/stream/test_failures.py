@@ -3,6 +3,7 @@
 One rank pushes to two toy engines of two workers each, over real gloo.
 """
 import logging
+import threading
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from tests.stream.engines import RUN_ID
 from tests.stream.tiny import PROMPT, FakeTrainer, make_experiment, weights
 from tests.stream.toys import ToyEngine, ToyModel, going_half_way, hurried
 
-WORKERS, ENGINES, TIMEOUT_S = 2, 2, 20.0
+WORKERS, ENGINES, TIMEOUT_S = 2, 2, 200.0
 SOME_WAY = 3  # messages that get through before something breaks
 REPLICATED = "model.layers.1.mlp.up_proj.weight"
 
@@ -41,7 +42,10 @@ class Gang:
 
     def push(self, step: int):
         self.trainer.become(weights(self.model, step))
-        return self.sync.push(Version(0, step))
+        began = time.monotonic()
+        report = self.sync.push(Version(0, step))
+        self.push_s = time.monotonic() - began
+        return report
 
     def assert_heals(self, step: int) -> None:
         """The next push brings every engine to its version, all of it."""
@@ -54,7 +58,7 @@ class Gang:
 
     def assert_refuses(self, index: int, words: str) -> None:
         with pytest.raises(EngineClosed, match=words):
-            self.engines[index].generate.remote(GenerateRequest(PROMPT, 1, 2, 1.0)).future().result(10)
+            self.engines[index].generate.remote(GenerateRequest(PROMPT, 1, 2, 1.0)).future().result(TIMEOUT_S)
 
     def stop(self) -> None:
         self.sync.close()
@@ -137,16 +141,17 @@ def _senders_ends(links: Links) -> list[GlooTransport]:
 
 
 def test_an_engine_that_stops_reading_costs_its_own_link_alone(gang, monkeypatch):
-    apply, stuck = Routes.apply, gang.engines[1].receivers[0]
+    apply, stuck, over = Routes.apply, gang.engines[1].receivers[0], threading.Event()
 
     def apply_some(routes, position, *given):
         if routes is stuck.prepared.routes and position == 1:
-            time.sleep(7)
+            over.wait()
         apply(routes, position, *given)
 
-    with monkeypatch.context() as patch, hurried(gang.sync, 6.0):
+    with monkeypatch.context() as patch, hurried(gang.sync, gang.push_s):
         patch.setattr(Routes, "apply", apply_some)
         report = gang.push(2)
+        over.set()
     assert report.errors[1] and report.errors[0] is None
     gang.assert_heals(3)
 

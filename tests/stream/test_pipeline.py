@@ -75,7 +75,7 @@ class Sender:
         self.links = Links(0, store, torch.device("cpu"), {
             engine: Link(1, transport, transport) for engine, transport in transports.items()})
 
-    def stream(self, timeout_s: float = 10.0):
+    def stream(self, timeout_s: float = 300.0):
         return stream(self.gatherer, self.links, seats(self.plan, 0), self.targets, timeout_s)
 
 
@@ -159,9 +159,9 @@ def test_engines_that_refuse_or_never_come_are_left_out(model):
     sender = Sender(model, [target(0), target(1, connect=True), target(2, connect=True)], {0: good})
     sender.links.store.set(failed_key("link/1"), "1")
     began = time.monotonic()
-    sent = sender.stream(timeout_s=4.0)
-    assert 2 <= time.monotonic() - began < 20
-    assert sent.errors == {1: "the engine refused the sync", 2: "the engine was not ready within 2 s"}
+    sent = sender.stream(timeout_s=6.0)
+    assert 3 <= time.monotonic() - began < 60
+    assert sent.errors == {1: "the engine refused the sync", 2: "the engine was not ready within 3 s"}
     assert len(good.received) == len(sender.plan.outline)
 
 
@@ -176,7 +176,7 @@ def test_a_crash_of_the_sender_reaches_the_caller(model, monkeypatch):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(300)
     assert result == ["raised"], "the main thread waits for a buffer for ever"
 
 

@@ -20,7 +20,7 @@ def fleet(model, one_rank):
     spec = model_spec(read_config(model))
     shapes = dict(hf_tensors(spec))
     trainer = FakeTrainer(model, Layout(), Layout().coord(0))
-    config = make_experiment(model, "python", sync={"timeout_s": 30}, cluster={"rollout_gpus": 3})
+    config = make_experiment(model, "python", sync={"timeout_s": 300}, cluster={"rollout_gpus": 3})
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": "owner/of-the-hub"})})
     engines = [ToyEngine(config, index, lambda worker, workers: ToyModel(shapes, spec.kv_heads, worker, workers), 1)
                for index in range(3)]

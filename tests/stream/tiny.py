@@ -52,7 +52,7 @@ def make_moe(path: Path, **sizes: int) -> Path:
 
 def make_experiment(model: Path, python: str, **sections) -> Experiment:
     """Several small buckets, short answers."""
-    sync = {"bucket_mb": 0.06, "timeout_s": 60, **sections.pop("sync", {})}
+    sync = {"bucket_mb": 0.06, "timeout_s": 300, **sections.pop("sync", {})}
     rollout = {"python": python, "max_concurrent_requests": 32, "sampling": {"max_response_tokens": 24},
                "start_timeout_s": 600, **sections.pop("rollout", {})}
     return experiment(model={"path": str(model), "dtype": "float32"}, data={"train": "-", "max_prompt_tokens": 40},

@@ -131,7 +131,7 @@ class ToyEngine:
             return ToyServer(make_model, workers, index, incarnation)
 
         self.gate = EngineServer(experiment, index, RUN_ID, Path("/nowhere"), make_server=make_server)
-        self.submit("start").result(30)
+        self.submit("start").result(300)
 
     def __getattr__(self, method: str) -> Any:
         return _Method(self, method)
@@ -158,7 +158,7 @@ class ToyEngine:
                 parameter.data.copy_(torch.rand(parameter.shape) * 2 - 1)
 
     def stop(self) -> None:
-        self.submit("stop").result(30)
+        self.submit("stop").result(300)
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
@@ -195,10 +195,11 @@ def going_half_way(monkeypatch, victim: Receiver) -> Iterator[None]:
 
 
 @contextmanager
-def hurried(sync: WeightSync, timeout_s: float) -> Iterator[None]:
-    """Within the block pushes have this many seconds: for what only the deadline ends."""
+def hurried(sync: WeightSync, push_s: float) -> Iterator[None]:
+    """Within the block pushes end soon: for what only the deadline ends. push_s: seconds that a push took on this
+    machine as busy as it is."""
     usual = sync.settings
-    sync.settings = sync.calls.settings = usual.model_copy(update={"timeout_s": timeout_s})
+    sync.settings = sync.calls.settings = usual.model_copy(update={"timeout_s": max(3.0, 15 * push_s)})
     try:
         yield
     finally:
