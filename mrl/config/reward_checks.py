@@ -57,7 +57,7 @@ def _check_model(key: str, part: RewardModel) -> Iterator[Problem]:
         yield Problem(f"{key}.lowest", str(part.lowest), f"less than {key}.highest ({part.highest})", "lower it")
     if part.api == "sglang_classify" and part.tokenizer is None:
         yield Problem(f"{key}.tokenizer", "null", "a tokenizer directory or hub id with api sglang_classify, which "
-                      "takes text that the model's chat template was applied to", "name the reward model's tokenizer")
+                      "takes token ids and applies no chat template", "name the reward model's tokenizer")
     if part.api != "sglang_classify" and part.tokenizer is not None:
         yield Problem(f"{key}.tokenizer", part.tokenizer, f"null with api {part.api}: the server applies the template",
                       "remove the key")

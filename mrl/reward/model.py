@@ -60,7 +60,9 @@ class ModelPart(RemotePart):
 
     async def _sglang(self, session: aiohttp.ClientSession, sample: Sample) -> Any:
         text = self._tokenizer.apply_chat_template(conversation(sample), tokenize=False)
-        answer = await self._post(session, "/classify", {"model": self._part.model, "text": [text]})
+        # As ids: the template writes the special tokens itself, and the server would add some of them again to a text.
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        answer = await self._post(session, "/classify", {"model": self._part.model, "input_ids": [ids]})
         return _single(_dig(answer, 0, "embedding"))
 
     async def _judge(self, session: aiohttp.ClientSession, sample: Sample) -> float:

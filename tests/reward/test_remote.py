@@ -200,6 +200,23 @@ def test_a_scalar_model_behind_sglang(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     part = {"kind": "model", "api": "sglang_classify", "model": "rm", "tokenizer": str(tmp_path)}
-    results, asked, _ = ask(lambda path, body, n: [{"embedding": [len(body["text"][0])]}], SAMPLES, **part)
-    assert asked[0][0] == "/classify" and asked[0][1]["text"] == ["[user]1+1?[assistant]2"]
-    assert [result.reward for result in results] == [22.0] * 3
+    results, asked, _ = ask(lambda path, body, n: [{"embedding": [len(body["input_ids"][0])]}], SAMPLES, **part)
+    ids = tokenizer.encode("[user]1+1?[assistant]2", add_special_tokens=False)
+    assert asked[0][0] == "/classify" and asked[0][1]["input_ids"] == [ids] and "text" not in asked[0][1]
+    assert [result.reward for result in results] == [len(ids)] * 3
+
+
+def test_special_tokens_of_the_template_are_not_doubled(tmp_path):
+    from tokenizers import processors
+
+    from tools.make_quickstart import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    begin = tokenizer.eos_token  # stands for a model's begin-of-sequence token, which its tokenizer puts before texts
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.eos_token_id)])
+    tokenizer.chat_template = begin + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    _, asked, _ = ask(lambda path, body, n: [{"embedding": [1]}], SAMPLES[:1], kind="model", model="rm",
+                      api="sglang_classify", tokenizer=str(tmp_path))
+    assert asked[0][1]["input_ids"][0].count(tokenizer.eos_token_id) == 1
