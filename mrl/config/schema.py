@@ -18,6 +18,7 @@ from mrl.reshard.engine_layout import EngineLayout
 from mrl.reshard.layout import Layout
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+RecomputedModule = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"]
 DatasetName = Annotated[str, Field(pattern=r"^\w+$")]
 
 
@@ -125,7 +126,25 @@ class Moe(Section):
 class Trainer(Section):
     parallel: TrainerParallel = TrainerParallel()
     moe: Moe = Moe()
+    moe_routing: Literal["own", "replay"] = Field(
+        "own", description="experts of the policy's tokens: those its router chooses, or those that the engine chose "
+                           "when it sampled")
     optimizer: Optimizer = Optimizer()
+    overlap_grad_reduce: bool = Field(
+        False, description="sum the gradients of finished layers over replicas while the backward pass goes on")
+    overlap_param_gather: bool = Field(
+        False, description="fetch what other replicas have stepped while the next forward pass goes on, as layers need "
+                           "it; takes overlap_grad_reduce")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="compute activations again in the backward pass instead of keeping them: those of "
+                            "recompute_modules, or of whole layers")
+    recompute_modules: list[RecomputedModule] = Field(
+        ["mlp", "moe"], min_length=1, description="with recompute selective: the parts of every layer that has them")
+    recompute_layers: Optional[PositiveInt] = Field(
+        None, description="with recompute full: the first N layers of every chunk of the model; null: all")
+    logits_chunk: Optional[PositiveInt] = Field(
+        None, description="tokens whose logits are in memory at once, computed again in the backward pass; null: those "
+                          "of a whole microbatch")
     max_restarts: NonNegativeInt = Field(3, description="restarts of the whole gang from the last checkpoint")
     env: dict[str, str] = Field({}, description="extra environment of the trainer ranks")
 
