@@ -18,10 +18,11 @@ from mrl.config.optimizer import Optimizer
 from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
-from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher, TrainerParallel
+from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher
 from mrl.config.sft import SftExperiment
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher, check_teacher_model
+from mrl.config.trainer import TrainerParallel
 from mrl.config.trainer_checks import check_parts, check_replay, check_trainer
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
-from mrl.config.schema import Trainer as TrainerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.reshard import ModelSpec, is_expert
 from mrl.trainer import megatron_compat
 from mrl.trainer.heads import HiddenStates, ValueHead

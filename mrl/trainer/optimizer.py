@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.optimizer import Optimizer as OptimizerSection
-from mrl.config.schema import Trainer as TrainerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.trainer import megatron_compat
 
 

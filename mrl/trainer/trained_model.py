@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from mrl.config.schema import Trainer as TrainerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, ModelSpec, chunk_prefix, is_output, local_params
 from mrl.reshard.load import load_hf
