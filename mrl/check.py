@@ -19,6 +19,7 @@ from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys, part_keys
+from mrl.config.optimizer import Optimizer
 from mrl.config.schema import Experiment, Rollout, Teacher
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
@@ -27,7 +28,7 @@ from mrl.reshard.buckets import BYTES, DTYPE_BYTES
 from mrl.reshard.engine_layout import held_boxes
 from mrl.reshard.fp8 import places
 from mrl.reshard.layout import Coord, Layout, expert_range
-from mrl.reshard.params import gather_groups, hf_tensors, is_expert, is_output, local_params
+from mrl.reshard.params import ParamPlan, gather_groups, hf_tensors, is_expert, is_output, local_params
 from mrl.reshard.plan import SyncPlan
 from mrl.reshard.spec import ModelSpec, model_spec
 from mrl.stream.planning import plan_of, with_transport
@@ -57,7 +58,7 @@ class RankMemory:
 
     Attributes:
         weights: in `model.dtype`.
-        gradients: accumulated in float32.
+        gradients: accumulated in `grad_dtype` of the model's optimizer.
         optimizer: Adam's two moments, and the float32 master weights of a bfloat16 model; split over replicas.
         sync: at most, the buffers of a sync: the ring of slices it sends, and the pieces of one that are gathered, or
             quantised.
@@ -93,13 +94,20 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
     layout, itemsize, te = plan.layout, DTYPE_BYTES[plan.exp.model.dtype], plan.device == "cuda"
     coord = layout.coord(rank)
     params = local_params(plan.spec, layout, coord, te)
+    gradients = _gradient_bytes(params, plan.exp.trainer.optimizer)
     if plan.critic:  # its value head is too small to count
-        params += [param for param in local_params(plan.critic, layout, coord, te) if not is_output(param.name)]
+        critic = [param for param in local_params(plan.critic, layout, coord, te) if not is_output(param.name)]
+        gradients += _gradient_bytes(critic, plan.exp.algorithm.critic.optimizer)
+        params += critic
     held = sum(param.numel for param in params)
     experts = sum(param.numel for param in params if is_expert(param.name))
     sharded = (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
     state = 2 * _FP32_BYTES + (0 if itemsize == _FP32_BYTES else _FP32_BYTES)
-    return RankMemory(held * itemsize, held * _FP32_BYTES, ceil(sharded * state), _sync_bytes(plan, rank))
+    return RankMemory(held * itemsize, gradients, ceil(sharded * state), _sync_bytes(plan, rank))
+
+
+def _gradient_bytes(params: list[ParamPlan], optimizer: Optimizer) -> int:
+    return sum(param.numel for param in params) * DTYPE_BYTES[optimizer.grad_dtype]
 
 
 def _sync_bytes(plan: Plan, rank: int) -> int:

@@ -93,6 +93,7 @@ class StepLoop:
         with self.clock("sync"):
             if self.rollouts and engines is None:
                 engines = self.rollouts.without(self.version)
+            self.trainer.gather_params()
             report = self.sync.push(self.version, engines)
         if self.rollouts:
             self.log.push(self.step, report)

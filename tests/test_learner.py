@@ -26,6 +26,9 @@ class Trainer:
         self.inside = "actor"
         self.samples: list[dict] = []
 
+    def gather_params(self):
+        self.calls.append("gather_params")
+
     def log_probs(self, microbatches):
         self.calls.append(f"log_probs {self.inside}")
         value = ACTOR if self.inside == "actor" else REFERENCE

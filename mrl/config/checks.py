@@ -18,10 +18,12 @@ from mrl.config.optimizer import Optimizer
 from mrl.config.quantization_checks import check_fp8, check_quantization
 from mrl.config.reward_checks import check_rewards
 from mrl.config.rollout_checks import check_drawing
-from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher, TrainerParallel
+from mrl.config.schema import Experiment, Rollout, RolloutParallel, Teacher
 from mrl.config.sft import SftExperiment
 from mrl.config.section import Section
 from mrl.config.teacher_checks import check_teacher, check_teacher_model
+from mrl.config.trainer import TrainerParallel
+from mrl.config.trainer_checks import check_parts, check_replay, check_trainer
 from mrl.engine.flags import OWNED_FLAGS, owned_flag
 from mrl.reshard.engine_layout import VOCAB_MULTIPLE
 from mrl.reshard.layout import Layout
@@ -49,7 +51,8 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     wanted, device = _partitions(exp), resolved_device(exp, visible_gpus)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *check_critic(exp),
-                *_check_optimizers(exp), *_check_engines(exp), *_check_engine_split("rollout", exp.rollout, device),
+                *_check_optimizers(exp), *check_trainer(exp), *check_replay(exp, device),
+                *_check_engines(exp), *_check_engine_split("rollout", exp.rollout, device),
                 *(_check_engine_split("teacher", exp.teacher, device) if exp.teacher else ()),
                 *check_quantization(exp, device), *check_memory(exp, device),
                 *_check_transport(exp, visible_gpus), *check_rewards(exp), *check_teacher(exp), *check_drawing(exp)]
@@ -267,6 +270,7 @@ def _check_model(exp: Experiment, hf_config: Mapping[str, Any], cuts: Mapping[st
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     if cuts:
         yield from check_experts(exp, spec)
+        yield from check_parts(exp, spec)
     if critic_config is not None:
         yield from check_critic_model(exp, critic_config)
     against_each = against(spec, cuts)

@@ -17,3 +17,5 @@ class Optimizer(Section):
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), strict=False, description="Adam's two decay rates")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
+    grad_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype in which gradients of a bfloat16 model are summed over microbatches and replicas")

@@ -14,7 +14,7 @@ from mrl.config.section import Section
 
 MAY_DIFFER = (
     "loop.steps", "steps", "stop_below", "out", "*timeout*", "*.max_restarts", "log.*", "checkpoint.*", "eval.*",
-    "sync.*", "trainer.env",
+    "sync.*", "trainer.env", "trainer.recompute*",
     "rollout.python", "rollout.args", "rollout.env", "rollout.host", "rollout.port", "rollout.workers",
     "rollout.max_concurrent_requests", "teacher.python", "teacher.args", "teacher.env",
     "reward.processes", "reward.parts.*.url", "reward.parts.*.retries", "reward.parts.*.backoff_s",

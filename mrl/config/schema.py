@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from mrl.config.algorithm import Algorithm
-from mrl.config.optimizer import Optimizer
 from mrl.config.rewards import KINDS, AnyPart, Math, judging_parts, named_parts
 from mrl.config.section import Fraction, Section
+from mrl.config.trainer import Trainer
 from mrl.reshard.engine_layout import EngineLayout
-from mrl.reshard.layout import Layout
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 DatasetName = Annotated[str, Field(pattern=r"^\w+$")]
@@ -92,42 +91,6 @@ class Batch(Section):
     epochs: PositiveInt = Field(1, description="passes over the batch")
     max_tokens_per_microbatch: PositiveInt = Field(
         16384, description="tokens one forward/backward holds on one data-parallel replica")
-
-
-class TrainerParallel(Section):
-    tp: PositiveInt = Field(1, description="tensor parallel size")
-    pp: PositiveInt = Field(1, description="pipeline parallel size")
-    vpp: PositiveInt = Field(1, description="chunks of the model on each pipeline stage (interleaved schedule)")
-    first_stage_layers: Optional[PositiveInt] = Field(
-        None, description="layers of the first pipeline stage; null: as many as stages without a number of their own")
-    last_stage_layers: Optional[PositiveInt] = Field(None, description="layers of the last pipeline stage, likewise")
-    cp: PositiveInt = Field(1, description="context parallel size: ranks that share the tokens of every sample")
-    ep: PositiveInt = Field(1, description="expert parallel size: parts into which a layer's experts are dealt out")
-    etp: PositiveInt = Field(1, description="tensor parallel size of each expert")
-    sequence_parallel: bool = Field(
-        False, description="Megatron sequence parallelism in the tensor-parallel group; experts with tp > 1 need it")
-
-    def layout(self, ranks: int) -> Layout:
-        """The layout of so many trainer ranks. ValueError where they are no multiple of what these sizes need."""
-        if ranks % (self.tp * self.cp * self.pp):
-            raise ValueError(f"{ranks} trainer ranks cannot be split into replicas of trainer.parallel.tp {self.tp} * "
-                             f"cp {self.cp} * pp {self.pp} = {self.tp * self.cp * self.pp} ranks")
-        return Layout(tp=self.tp, cp=self.cp, pp=self.pp, dp=ranks // (self.tp * self.pp), ep=self.ep, etp=self.etp,
-                      vpp=self.vpp,
-                      first_stage_layers=self.first_stage_layers, last_stage_layers=self.last_stage_layers)
-
-
-class Moe(Section):
-    aux_loss_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the experts' load-balancing loss, summed over layers (Fedus et al. 2021); 0: none")
-
-
-class Trainer(Section):
-    parallel: TrainerParallel = TrainerParallel()
-    moe: Moe = Moe()
-    optimizer: Optimizer = Optimizer()
-    max_restarts: NonNegativeInt = Field(3, description="restarts of the whole gang from the last checkpoint")
-    env: dict[str, str] = Field({}, description="extra environment of the trainer ranks")
 
 
 class RolloutParallel(Section):

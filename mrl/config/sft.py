@@ -5,8 +5,9 @@ from typing import Literal, Optional
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from mrl.config.schema import Checkpoint, Data, Model, PlainLog, Trainer
+from mrl.config.schema import Checkpoint, Data, Model, PlainLog
 from mrl.config.section import Section
+from mrl.config.trainer import Trainer
 
 
 class SftData(Data):

@@ -8,12 +8,13 @@ from mrl.config.checks import against, check_cuts, check_experts, resolved_devic
 from mrl.config.context import context_limit
 from mrl.config.errors import Problem
 from mrl.config.sft import SftExperiment
+from mrl.config.trainer_checks import check_parts, check_trainer
 from mrl.reshard.spec import model_spec
 
 
 def check_sft(exp: SftExperiment, hf_config: Mapping[str, Any] | None, visible_gpus: int) -> list[Problem]:
     """Everything about the fine-tuning that could not work. Arguments as for `check_experiment`."""
-    problems = [*_check_ranks(exp, visible_gpus), *_check_data(exp)]
+    problems = [*_check_ranks(exp, visible_gpus), *_check_data(exp), *check_trainer(exp)]
     if hf_config is not None:
         problems += _check_model(exp, hf_config)
     return problems
@@ -57,6 +58,7 @@ def _check_model(exp: SftExperiment, hf_config: Mapping[str, Any]) -> Iterator[P
         yield Problem("model.path", exp.model.path, "a model that can be trained",
                       f"{spec.family.architecture} cannot: {spec.untrainable}")
     yield from check_experts(exp, spec)
+    yield from check_parts(exp, spec)
     yield from check_cuts(exp, against(spec, trainer_cuts(exp.trainer.parallel)))
     limit = context_limit(hf_config)
     if limit is not None and exp.data.max_prompt_tokens > limit:

@@ -6,7 +6,10 @@ import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Optional
+from typing import TYPE_CHECKING, Literal, NamedTuple, Optional
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 MemoryPart = Literal["weights", "kv_cache"]
@@ -53,6 +56,9 @@ class GenerateRequest:
 class Completion:
     """What was sampled. `token_ids` and `log_probs` have one entry a sampled token, an end-of-sequence token included.
 
+    `experts`, with trainer.moe_routing replay: int16 [prompt and sampled tokens - 1, layers with experts, experts a
+    token], those that each token but the last went to.
+
     `finish_reason` "length" means cut off at max_tokens. A request that was aborted half way has no completion.
     """
 
@@ -60,6 +66,7 @@ class Completion:
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
     version: Version
+    experts: Optional[np.ndarray] = None
 
 
 class EngineLost(RuntimeError):

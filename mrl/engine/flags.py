@@ -23,6 +23,7 @@ _COMMON = {
     "--tensor-parallel-size": _TP,
     "--pipeline-parallel-size": _NO_OTHER,
     "--nnodes": _ONE_MACHINE,
+    "--enable-return-routed-experts": "it comes from trainer.moe_routing",
     "--config": "a file could set any of mrl's own arguments",
 }
 _EXPERTS_STAY = "a sync writes experts where they were when the engine started"

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Mapping, Optional, Sequence
 
 import aiohttp
+import numpy as np
 
 import mrl.receiver
 from mrl.config.schema import Experiment
 from mrl.engine.api import EngineClosed, EngineLost, EngineStartError, GenerateRequest, MemoryPart
+from mrl.engine.experts import checked
 from mrl.engine.ports import reserve_port
 from mrl.engine.probe import look_into
 from mrl.engine.process import ProcessTree
@@ -56,6 +58,8 @@ class HttpServer(ABC):
         self.process: Optional[ProcessTree] = None
         self.session: Optional[aiohttp.ClientSession] = None
         self.url = ""
+        replays = experiment.trainer.moe_routing == "replay"
+        self.replayed = model_spec(read_config(self.model_path)) if replays else None  # whose routing is to be told
 
     # -- what each engine does in its own way
 
@@ -68,8 +72,9 @@ class HttpServer(ABC):
         """Environment variables that this engine needs, PYTHONPATH for its own."""
 
     @abstractmethod
-    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
-        """(token ids, log-probs, finish reason as the engine says it)."""
+    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str, Optional[np.ndarray]]:
+        """(token ids, log-probs, finish reason as the engine says it, experts [tokens, all layers, experts a token] if
+        the engine was asked for them)."""
 
     @abstractmethod
     async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
@@ -116,12 +121,12 @@ class HttpServer(ABC):
             await self._answers(time.monotonic() + rollout.start_timeout_s)
             await self._is_ours()
 
-    async def generate(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
-        """(token ids, log-probs, "stop" or "length"). To abort, cancel.
+    async def generate(self, request: GenerateRequest) -> tuple[list[int], list[float], str, Optional[np.ndarray]]:
+        """(token ids, log-probs, "stop" or "length", experts as in `Completion`). To abort, cancel.
 
         EngineLost when the server goes away, EngineClosed when it has aborted the request itself.
         """
-        token_ids, log_probs, finish_reason = await self.sample(request)
+        token_ids, log_probs, finish_reason, experts = await self.sample(request)
         if finish_reason == "abort":  # a whole answer otherwise, with the tokens there were
             raise EngineClosed(f"engine {self.index} (incarnation {self.incarnation}) aborted the request half way")
         if finish_reason not in ("stop", "length"):
@@ -129,7 +134,9 @@ class HttpServer(ABC):
                                "are 'stop', 'length' and 'abort'")
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"engine {self.index} returned {len(token_ids)} tokens but {len(log_probs)} log-probs")
-        return token_ids, log_probs, finish_reason
+        if self.replayed:
+            experts = checked(experts, len(request.prompt_ids) + len(token_ids), self.replayed, self.index)
+        return token_ids, log_probs, finish_reason, experts
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """`token_log_probs`, one for each token; 0 for the first. Raises as `generate`."""

@@ -51,7 +51,8 @@ class EngineServer(ServerLife):
         """
         version, answer = await self._serve(
             request.max_tokens, request.at_least, lambda server: server.generate(request))
-        return Completion(*answer, version)
+        token_ids, log_probs, finish_reason, experts = answer
+        return Completion(token_ids, log_probs, finish_reason, version, experts)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """log p of each token given those before it, with the weights being served; 0 for the first.

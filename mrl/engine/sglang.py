@@ -11,7 +11,10 @@ import json
 from pathlib import Path
 from typing import Optional
 
+import numpy as np
+
 from mrl.engine.api import GenerateRequest, MemoryPart
+from mrl.engine.experts import from_int32
 from mrl.engine.http import SERVER_KEEP_ALIVE_S, HttpServer
 from mrl.receiver.mrl_receiver.sglang import LOAD_FORMAT
 
@@ -38,6 +41,8 @@ class SglangServer(HttpServer):
             "--tp-size", str(rollout.parallel.tp), "--ep-size", str(rollout.parallel.ep), "--grammar-backend", "none",
             "--sampling-backend", "pytorch",  # the one that takes a seed for each request
         ]
+        if self.replayed:
+            command.append("--enable-return-routed-experts")
         if rollout.parallel.dp > 1:
             command += ["--dp-size", str(rollout.parallel.dp), "--enable-dp-attention"]
         if changes := self.config_changes():
@@ -66,7 +71,7 @@ class SglangServer(HttpServer):
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * self.experiment.rollout.parallel.tp),
         }
 
-    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
+    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str, Optional[np.ndarray]]:
         sampling = {
             "max_new_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p,
             "top_k": request.top_k, "stop_token_ids": list(request.stop_token_ids), "sampling_seed": request.seed,
@@ -74,10 +79,13 @@ class SglangServer(HttpServer):
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         }
         answer = await self.post("/generate", {
-            "input_ids": request.prompt_ids, "return_logprob": True, "sampling_params": sampling})
+            "input_ids": request.prompt_ids, "return_logprob": True, "sampling_params": sampling,
+            **({"return_routed_experts": True} if self.replayed else {})})
         about = answer["meta_info"]
         log_probs = [log_prob for log_prob, _, _ in about["output_token_logprobs"]]
-        return answer["output_ids"], log_probs, about["finish_reason"]["type"]
+        experts = about.get("routed_experts")
+        return (answer["output_ids"], log_probs, about["finish_reason"]["type"],
+                experts and from_int32(experts, self.replayed))
 
     async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
         answer = await self.post("/generate", {

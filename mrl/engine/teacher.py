@@ -17,5 +17,6 @@ def teacher_experiment(experiment: Experiment) -> Experiment:
         "model": experiment.model.model_copy(update={"path": teacher.path, "dtype": teacher.dtype}),
         "rollout": rollout.model_copy(update={"sampling": sampling, "engine": teacher.engine, "python": teacher.python,
                                               "parallel": teacher.parallel, "args": teacher.args, "env": teacher.env}),
+        "trainer": experiment.trainer.model_copy(update={"moe_routing": "own"}),
         "eval": Eval(),
     })

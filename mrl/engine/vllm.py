@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from typing import Optional
 
+import numpy as np
+
 from mrl.engine.api import GenerateRequest, MemoryPart
+from mrl.engine.experts import from_npy
 from mrl.engine.http import SERVER_KEEP_ALIVE_S, HttpServer
 from mrl.engine.versions import TESTED
 
@@ -36,6 +39,8 @@ class VllmServer(HttpServer):
             "--tensor-parallel-size", str(rollout.parallel.tp), "--enable-prefix-caching",
             "--logprobs-mode", "processed_logprobs",  # of the distribution sampled from: temperature applied
         ]
+        if self.replayed:
+            command.append("--enable-return-routed-experts")
         if rollout.parallel.ep > 1:  # the experts are then dealt out over all workers
             command.append("--enable-expert-parallel")
         if changes := self.config_changes():
@@ -61,7 +66,7 @@ class VllmServer(HttpServer):
             return common
         return common | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
-    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str]:
+    async def sample(self, request: GenerateRequest) -> tuple[list[int], list[float], str, Optional[np.ndarray]]:
         sampling = {
             "max_tokens": request.max_tokens, "temperature": request.temperature, "seed": request.seed,
             "top_p": request.top_p, "top_k": request.top_k, "stop_token_ids": list(request.stop_token_ids),
@@ -72,7 +77,8 @@ class VllmServer(HttpServer):
             "model": MODEL_NAME, "prompt": request.prompt_ids, "return_token_ids": True, "logprobs": 0, **sampling})
         choice = answer["choices"][0]
         log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        return choice["token_ids"] or [], log_probs, choice["finish_reason"]
+        experts = choice.get("routed_experts")
+        return choice["token_ids"] or [], log_probs, choice["finish_reason"], experts and from_npy(experts)
 
     async def token_log_probs(self, token_ids: list[int]) -> list[Optional[float]]:
         answer = await self.post("/v1/completions", {

@@ -133,6 +133,7 @@ def _sample(trajectory: Trajectory, mask_truncated: bool) -> Sample:
         "tokens": torch.from_numpy(trajectory.tokens.copy()),
         "loss_mask": mask,
         "rollout_log_prob": torch.from_numpy(trajectory.rollout_log_prob.copy()),
+        **({} if trajectory.experts is None else {"experts": torch.from_numpy(trajectory.experts.copy())}),
     }
 
 

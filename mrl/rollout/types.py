@@ -35,6 +35,8 @@ class Trajectory:
     tokens: int64 [T], prompt then response; loss_mask: bool [T], True where the token was sampled;
     rollout_log_prob: float32 [T], the engine's log-probability of a sampled token, 0 elsewhere;
     teacher_log_prob: float32 [T], the teacher's log-probability of a sampled token, 0 elsewhere; None without one;
+    experts: int16 [T, layers with experts, experts a token], which the engine chose, -1 for a token whose choice is not
+    known: the last; None where they are not replayed;
     finish_reason: "stop", or "length" where the response was cut off; extracted: the answer that the reward found;
     reward: the weighted sum of reward_parts (scores by name of the part); correct: whether it has full marks in those
     that judge; reward_error: what went wrong in scoring;
@@ -54,6 +56,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     overlong_penalty: float = 0.0
     teacher_log_prob: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
     @property
     def shaped_reward(self) -> float:

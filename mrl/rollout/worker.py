@@ -159,9 +159,12 @@ class RolloutWorker:
         tokens, mask, log_probs = np.empty(total, np.int64), np.zeros(total, bool), np.zeros(total, np.float32)
         tokens[:start], tokens[start:] = prompt, completion.token_ids
         mask[start:], log_probs[start:] = True, completion.log_probs
+        experts = completion.experts
+        if experts is not None:
+            experts = np.pad(experts, ((0, 1), (0, 0), (0, 0)), constant_values=-1) if request.kind == "train" else None
         return Trajectory(tokens, mask, log_probs, completion.version, completion.finish_reason,
                           self.encoder.decode(completion.token_ids),
-                          overlong_penalty=self._penalty(request, total - start))
+                          overlong_penalty=self._penalty(request, total - start), experts=experts)
 
     def _penalty(self, request: GroupRequest, length: int) -> float:
         if request.kind == "eval":

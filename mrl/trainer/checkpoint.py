@@ -108,6 +108,7 @@ def _write_weights(model: TrainedModel, directory: Path) -> None:
         directory.mkdir(parents=True)
         (directory / META).write_text(json.dumps(_meta(model), indent=2) + "\n", encoding="utf-8")
     dist.barrier()
+    model.gather_params()
     _write_shards(model, model.local_params(), directory)
 
 

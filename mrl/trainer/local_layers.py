@@ -29,6 +29,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, plus their grouping for padded attention, computed once per use."""
 
+    experts: torch.Tensor | None = None
+    """int16 [tokens of this rank, layers with experts, experts a token], -1: as the router chooses; None: all so."""
+
     @cached_property
     def padded_groups(self) -> list[tuple[torch.Tensor, torch.Tensor, int, int]]:
         """Sequences grouped by length, within a factor of two, so that padding never more than doubles the work.

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
@@ -33,6 +34,8 @@ from mrl.trainer.context import rows_of
 from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
 
 SUPPORTED = ((0, 16), (0, 19))
+HAS_APEX_WEIGHT_GRADIENT: bool = tensor_parallel_layers._grad_accum_fusion_available
+"""Whether the kernel of apex is installed that adds a weight's gradient to the flat buffer as it is computed."""
 
 
 def install() -> None:

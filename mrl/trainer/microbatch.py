@@ -11,7 +11,8 @@ from typing import Sequence
 import torch
 
 Sample = dict[str, torch.Tensor]
-"""Per-token fields of one sequence, each of shape [T]; "tokens" (int64) is required. Index t belongs to token t."""
+"""Per-token fields of one sequence, each of shape [T] ("experts", int16: [T, layers with experts, experts a token]);
+"tokens" (int64) is required. Index t belongs to token t."""
 
 
 def assign(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[list[int]]]:
@@ -80,7 +81,7 @@ class Packed:
     places: torch.Tensor
     """int64 [N]: where each real token is in the row."""
     fields: Sample
-    """Every field of the samples, concatenated: [N]. And "sequence", int64: which of the samples a token is of."""
+    """Every field of the samples, concatenated: [N, …]. And "sequence", int64: which of the samples a token is of."""
     lengths: list[int]
     """Tokens of each sample, without the padding."""
     longest: int
@@ -142,5 +143,5 @@ def _check(sample: Sample, index: int, names) -> None:
     if sample.keys() != names:
         raise ValueError(f"sample {index} has fields {sorted(sample)}, the first has {sorted(names)}")
     length = len(sample["tokens"])
-    if wrong := {name: tuple(field.shape) for name, field in sample.items() if field.shape != (length,)}:
+    if wrong := {name: tuple(field.shape) for name, field in sample.items() if field.shape[:1] != (length,)}:
         raise ValueError(f"sample {index}: fields {wrong} differ from the shape of its tokens ({length},)")

@@ -1,7 +1,7 @@
 """Megatron's GPTModel from a Hugging Face config: the chunks of this rank's pipeline stage, its part of each."""
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
-from mrl.config.schema import Trainer as TrainerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.reshard import ModelSpec, is_expert
 from mrl.trainer import megatron_compat
+from mrl.trainer.heads import HiddenStates, ValueHead
 from mrl.trainer.parallel import Place
 from mrl.trainer.rope import inverse_frequencies
-from mrl.trainer.value_head import ValueHead
 
 
 def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dtype, te: bool) -> TransformerConfig:
@@ -66,15 +66,28 @@ def transformer_config(spec: ModelSpec, section: TrainerSection, dtype: torch.dt
         embedding_init_method=_leave,
         # The loss arrives already weighted (one weight a token, summing to 1): the gradient is a plain sum.
         calculate_per_token_loss=True,
-        # Fused kernels come with Transformer Engine; the others need NVIDIA's apex.
+        # Rotation is a kernel of Transformer Engine's; SwiGLU, and the sum with the residual, are compiled by torch.
         apply_rope_fusion=te and spec.mla is None,
         bias_activation_fusion=te,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
+        bias_dropout_fusion=te,
+        # The output layer, which is not Transformer Engine's, takes apex for it.
+        gradient_accumulation_fusion=te and megatron_compat.HAS_APEX_WEIGHT_GRADIENT,
+        # Of attention that computes its scores one after the other, which neither platform has.
         masked_softmax_fusion=False,
+        **_recompute_settings(spec, section),
         **_expert_settings(spec, section, te),
         **_latent_settings(spec),
     )
+
+
+def _recompute_settings(spec: ModelSpec, section: TrainerSection) -> dict[str, Any]:
+    """What is not kept for the backward pass."""
+    if section.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "block",
+                "recompute_num_layers": section.recompute_layers or spec.num_layers}
+    if section.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": [*section.recompute_modules]}
+    return {}
 
 
 def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict[str, Any]:
@@ -108,6 +121,7 @@ def _expert_settings(spec: ModelSpec, section: TrainerSection, te: bool) -> dict
         "moe_layer_freq": [int(layer >= moe.dense_layers) for layer in range(spec.num_layers)],
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": te,
+        "moe_permute_fusion": te,
     }
 
 
@@ -133,11 +147,11 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, config: TransformerConfig,
-                 te: bool, value_head: bool = False) -> list[GPTModel]:
+def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, config: TransformerConfig, te: bool,
+                 ends_in: Literal["logits", "hidden", "value"]) -> list[GPTModel]:
     """This rank's parts of the model, in training mode, their weights not yet loaded. Needs Megatron's parallel state.
 
-    One for each virtual pipeline stage, in order. `value_head`: a critic, which ends in one value a token.
+    One for each virtual pipeline stage, in order. `ends_in`: what the last one says of each token; "value": a critic.
     """
     device = torch.cuda.current_device()
     frequencies = inverse_frequencies(hf_config).to(device)
@@ -151,13 +165,15 @@ def build_chunks(spec: ModelSpec, hf_config: PretrainedConfig, place: Place, con
             max_sequence_length=spec.max_positions,
             pre_process=layout.has_embedding(place.coord, chunk),
             post_process=layout.has_output(place.coord, chunk),
-            share_embeddings_and_output_weights=spec.tied and not value_head,
+            share_embeddings_and_output_weights=spec.tied and ends_in != "value",
             position_embedding_type="rope",
             rotary_percent=spec.rotary_fraction,
             vp_stage=vp_stage,
         )
-        if value_head and model.post_process:
+        if model.post_process and ends_in == "value":
             model.output_layer = ValueHead(config)
+        if model.post_process and ends_in == "hidden":
+            model.output_layer = HiddenStates(model.output_layer)
         megatron_compat.set_frequencies(model, frequencies)
         megatron_compat.gather_latents(model)
         model.to(device)  # Megatron makes the weights of routers and of shared experts' gates on the host

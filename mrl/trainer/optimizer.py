@@ -13,13 +13,32 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.optimizer import Optimizer as OptimizerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.trainer import megatron_compat
 
 
-def wrap_data_parallel(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
-    """Gradients in flat fp32 buffers, summed over data-parallel ranks; parameters move into flat buffers too."""
-    return DistributedDataParallel(config, DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False), model)
+def wrap_data_parallel(models: list[GPTModel], config: TransformerConfig,
+                       section: TrainerSection) -> list[DistributedDataParallel]:
+    """The model's chunks with their gradients in flat buffers of `trainer.optimizer.grad_dtype`, summed over
+    data-parallel ranks; parameters move into flat buffers too. `config` learns when the sums begin."""
+    chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=section.optimizer.grad_dtype == "float32",
+        overlap_grad_reduce=section.overlap_grad_reduce, overlap_param_gather=section.overlap_param_gather,
+        check_for_nan_in_grad=False), model, disable_bucketing=index > 0) for index, model in enumerate(models)]
+    if section.overlap_grad_reduce:
+        # Only the last microbatch completes a gradient.
+        waits = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return chunks
+
+
+def gather_params(chunks: list[DistributedDataParallel]) -> None:
+    """Fetch what other ranks have stepped and no forward pass has fetched yet; nothing where all is there. Collective.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from mrl.config.schema import TrainerParallel
+from mrl.config.trainer import TrainerParallel
 from mrl.reshard import Coord, Layout
 
 

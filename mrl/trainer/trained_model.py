@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from mrl.config.schema import Trainer as TrainerSection
+from mrl.config.trainer import Trainer as TrainerSection
 from mrl.platform import Platform
 from mrl.reshard import Coord, Layout, ModelSpec, chunk_prefix, is_output, local_params
 from mrl.reshard.load import load_hf
@@ -27,7 +27,7 @@ from mrl.trainer.local_layers import PackedSequences
 from mrl.trainer.metrics import gather_metrics, sum_metrics
 from mrl.trainer.microbatch import Packed, Sample, pack
 from mrl.trainer.model import build_chunks, transformer_config
-from mrl.trainer.optimizer import GuardedOptimizer, wrap_data_parallel
+from mrl.trainer.optimizer import GuardedOptimizer, gather_params, wrap_data_parallel
 from mrl.trainer.parallel import Place
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -63,14 +63,16 @@ class TrainedModel(ABC):
                       if not (self.value_head and is_output(plan.name))]
 
         self.config = transformer_config(spec, section, dtype, self.te)
-        models = build_chunks(spec, AutoConfig.from_pretrained(source), place, self.config, self.te, self.value_head)
+        self.logits_chunk = section.logits_chunk
+        ends_in = "value" if self.value_head else "hidden" if self.logits_chunk else "logits"
+        models = build_chunks(spec, AutoConfig.from_pretrained(source), place, self.config, self.te, ends_in)
         self._params = {chunk_prefix(self.layout, chunk) + name: param
                         for chunk, model in enumerate(models) for name, param in model.named_parameters()}
         self._untrained = self._buffers(models) | self._carried()
         loaded = {name: param for name, param in self.local_params().items()
                   if not (self.value_head and is_output(name))}
         load_hf(source, loaded, self.plans, spec)
-        self.chunks = [wrap_data_parallel(model, self.config) for model in models]
+        self.chunks = wrap_data_parallel(models, self.config, section)
         self.config.finalize_model_grads_func = _sum_gradients
         self.optimizer = GuardedOptimizer(self.chunks, section.optimizer, dtype, total_steps)
 
@@ -110,8 +112,18 @@ class TrainedModel(ABC):
         """Whatever computes with the model or reads its state does so within this block. One at a time."""
         return nullcontext()
 
+    def gather_params(self) -> None:
+        """Complete the weights: with `trainer.overlap_param_gather` a rank may still lack what others have stepped.
+
+        Collective. Before anything but the model's own forward pass reads them.
+        """
+        gather_params(self.chunks)
+
     def local_params(self) -> dict[str, torch.Tensor]:
-        """All weights of this rank by Megatron's names, as in the reshard plans. They share the model's storage."""
+        """All weights of this rank by Megatron's names, as in the reshard plans. They share the model's storage.
+
+        Those of the last step after `gather_params`.
+        """
         return {name: param.detach() for name, param in self._params.items()} | self._untrained
 
     def train(self, microbatches: Sequence[Sequence[Sample]], loss_fn: LossFn) -> dict[str, float]:
@@ -207,9 +219,14 @@ class TrainedModel(ABC):
             qkv_format="thd", cu_seqlens_q=packed.cu_seqlens, cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
         )
+        sequences.experts = self._experts(packed)
         tokens, positions = (self._own(packed, row)[None] for row in (self._read(packed.tokens), packed.position_ids))
         output = model(tokens, positions, None, packed_seq_params=sequences)
         return output, partial(on_output, packed)
+
+    def _experts(self, packed: Packed) -> torch.Tensor | None:
+        """See `PackedSequences.experts`."""
+        return None
 
     def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple:
         outputs = self._outputs(packed, output)

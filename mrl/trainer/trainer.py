@@ -4,10 +4,10 @@ All methods that compute are collective: every rank of the gang calls them in th
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Mapping, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,10 +15,10 @@ from mrl.config.schema import Experiment
 from mrl.config.sft import SftExperiment
 from mrl.platform import Platform
 from mrl.reshard import model_spec, read_config
-from mrl.trainer import checkpoint, megatron_compat
+from mrl.trainer import checkpoint, megatron_compat, routing
 from mrl.trainer.critic import Critic
 from mrl.trainer.files import model_directory
-from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy
+from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy, projected_log_probs_and_entropy
 from mrl.trainer.microbatch import Packed, Sample
 from mrl.trainer.parallel import enter_layout
 from mrl.trainer.reference import Reference
@@ -58,6 +58,11 @@ class Trainer(TrainedModel):
         kl = algorithm and algorithm.kl
         self._reference = Reference(self._params, platform) if kl and kl.coef > 0 else None
         self._reference_moves = bool(kl and kl.reference_every)
+        self._replays = experiment.trainer.moe_routing == "replay"
+        if self._replays:
+            section = experiment.trainer
+            routing.install((chunk.module for chunk in self.chunks), self.spec.moe.dense_layers,
+                            section.recompute == "selective" and "moe" in section.recompute_modules)
         self.critic = Critic(experiment, place, platform) if algorithm and algorithm.has_critic else None
 
     def log_probs(self, microbatches: Sequence[Sequence[Sample]]) -> list[torch.Tensor]:
@@ -74,15 +79,16 @@ class Trainer(TrainedModel):
 
     def use_reference(self) -> AbstractContextManager[None]:
         """Within the block the parameters are the reference's, whatever was trained or loaded since: the initial ones
-        of `model.path`, or those of the last `update_reference`.
+        of `model.path`, or those of the last `update_reference`; and tokens go to experts of their choice. Collective.
 
         Raises:
             RuntimeError: algorithm.kl.coef is 0, so none were kept.
         """
-        return self._kept_reference().swapped_in()
+        return self._with_reference(self._kept_reference())
 
     def update_reference(self) -> None:
-        """Make the reference what the actor is now. RuntimeError as for `use_reference`."""
+        """Make the reference what the actor is now. Collective; RuntimeError as for `use_reference`."""
+        self.gather_params()
         self._kept_reference().update()
 
     def moved_reference(self) -> dict[str, torch.Tensor]:
@@ -93,6 +99,16 @@ class Trainer(TrainedModel):
         if self._reference is None:
             raise RuntimeError("no reference parameters are kept because algorithm.kl.coef is 0; set it above 0")
         return self._reference
+
+    @contextmanager
+    def _with_reference(self, reference: Reference) -> Iterator[None]:
+        self.gather_params()
+        replays, self._replays = self._replays, False
+        try:
+            with reference.swapped_in():
+                yield
+        finally:
+            self._replays = replays
 
     def save(self, directory: str | Path, extra: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Write weights, optimizer, schedule and random state to `directory`, all or nothing.
@@ -113,9 +129,28 @@ class Trainer(TrainedModel):
         checkpoint.export(self, Path(out))
 
     def _outputs(self, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of, and entropy before, each token; `output` is this rank's part of the logits."""
-        local = output.shape[-1]
-        shard = VocabShard(self.coord.tp * local, self.spec.vocab, self.place.tensor_group)
+        """Log-probability of, and entropy before, each token; `output` is this rank's part of the logits, or the hidden
+        states that they are to be made of."""
         targets = self._own(packed, packed.tokens.roll(-1))
-        log_probs, entropy = log_probs_and_entropy(output[0], targets, shard, self.temperature)
+        if self.logits_chunk is None:
+            shard = self._columns(output.shape[-1])
+            log_probs, entropy = log_probs_and_entropy(output[0], targets, shard, self.temperature)
+        else:
+            last = self.chunks[-1].module
+            tied = last.share_embeddings_and_output_weights
+            weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+            log_probs, entropy = projected_log_probs_and_entropy(
+                output[0], weight, targets, self._columns(len(weight)), self.logits_chunk, self.temperature)
         return self._of_next_token(packed, log_probs), self._of_next_token(packed, entropy)
+
+    def _experts(self, packed: Packed) -> torch.Tensor | None:
+        chosen = packed.fields.get("experts")
+        if chosen is None or not self._replays:
+            return None
+        row = chosen.new_full((len(packed.tokens), *chosen.shape[1:]), routing.OWN)
+        mine = self._own(packed, row.index_copy_(0, packed.places, chosen))
+        return mine.chunk(self.layout.tp)[self.coord.tp] if self.config.sequence_parallel else mine
+
+    def _columns(self, local: int) -> VocabShard:
+        """The part of the vocabulary, `local` columns, that is this rank's."""
+        return VocabShard(self.coord.tp * local, self.spec.vocab, self.place.tensor_group)

@@ -86,7 +86,7 @@ class FakeServer:
                 future.set_exception(EngineLost("gone"))
 
     def answer(self):
-        self.waiting.pop(0).set_result(([7], [-0.5], "stop"))
+        self.waiting.pop(0).set_result(([7], [-0.5], "stop", None))
 
 
 def sync_request(step: int, **changes) -> SyncRequest:

@@ -174,8 +174,8 @@ def complete(engine: str, finish_reason: str, log_probs=(-0.5,)):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_whole_completions_are_returned(engine):
-    assert complete(engine, "stop")[0] == ([7], [-0.5], "stop")
-    assert complete(engine, "length")[0] == ([7], [-0.5], "length")
+    assert complete(engine, "stop")[0] == ([7], [-0.5], "stop", None)
+    assert complete(engine, "length")[0] == ([7], [-0.5], "length", None)
     with pytest.raises(EngineClosed, match="aborted the request half way"):
         complete(engine, "abort")
     with pytest.raises(RuntimeError, match="finish_reason 'repetition'"):

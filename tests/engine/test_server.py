@@ -143,7 +143,7 @@ def test_abort_reaches_the_requests_that_wait_for_a_slot_and_no_later_ones():
             with pytest.raises(EngineClosed, match="aborted"):
                 await task
         await until(lambda: len(server.waiting) == 2)
-        server.waiting[1].set_result(([7], [-0.5], "stop"))
+        server.waiting[1].set_result(([7], [-0.5], "stop", None))
         assert (await later).token_ids == [7]
         assert len(server.waiting) == 2, "an aborted request has reached the server"
         assert (await engine.status()).outstanding_tokens == 0

@@ -22,7 +22,7 @@ def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
     """Names, local shapes and dtypes of all weights of one rank, as the trainer builds it; its place among experts."""
     from megatron.core import parallel_state
 
-    from mrl.config.schema import Trainer, TrainerParallel
+    from mrl.config.trainer import Trainer, TrainerParallel
     from mrl.reshard import Layout, chunk_prefix, model_spec
     from mrl.trainer.model import build_chunks, transformer_config
     from mrl.trainer.parallel import enter_layout

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mrl.trainer import log_probs as module
-from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy
+from mrl.trainer.log_probs import VocabShard, log_probs_and_entropy, projected_log_probs_and_entropy
 
 
 def naive(logits, targets, vocab, temperature):
@@ -48,6 +48,40 @@ def test_values_and_gradients_equal_autograd(dtype, chunk, monkeypatch):
     assert (results[0][2][:, 11] == 0).all()
 
 
+@pytest.mark.parametrize("flat_buffer", [False, True])
+@pytest.mark.parametrize(("chunk", "tokens"), [(2, 7), (7, 7), (100, 7), (3, 0)])
+def test_logits_in_chunks_give_the_same(chunk, tokens, flat_buffer):
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(tokens, 5), torch.randn(12, 5)
+    targets, weights = torch.randint(0, 11, (tokens,)), torch.randn(2, tokens)
+
+    def gradients(function):
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if flat_buffer:
+            w.main_grad = torch.ones(12, 5)
+        log_prob, entropy = function(x, w)
+        (weights[0] @ log_prob + weights[1] @ entropy).backward()
+        grad = w.grad + w.main_grad - 1 if flat_buffer else w.grad
+        return log_prob.detach(), entropy.detach(), x.grad, grad
+
+    expected = gradients(lambda x, w: log_probs_and_entropy(x @ w.T, targets, VocabShard(0, 11), 0.7))
+    got = gradients(lambda x, w: projected_log_probs_and_entropy(x, w, targets, VocabShard(0, 11), chunk, 0.7))
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_no_more_logits_than_a_chunk_are_ever_there(monkeypatch):
+    made = []
+    add = module._Partial.add
+    monkeypatch.setattr(module._Partial, "add", lambda self, where, logits, *rest: (
+        made.append(len(logits)), add(self, where, logits, *rest)))
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(12, 5, requires_grad=True)
+    outputs = projected_log_probs_and_entropy(hidden, weight, torch.zeros(7, dtype=torch.int64), VocabShard(0, 11), 3)
+    assert made == [3, 3, 1]
+    kept = [tensor.shape for tensor in outputs[0].grad_fn.saved_tensors]
+    assert max(shape.numel() for shape in kept) == weight.numel()
+
+
 def test_large_logits_do_not_overflow():
     got, entropy = log_probs_and_entropy(torch.tensor([[1e4, 0.0], [-1e4, -1e4]]), torch.tensor([1, 0]),
                                          VocabShard(0, 2))
@@ -65,3 +99,6 @@ def test_no_tokens():
 def test_zero_temperature_is_refused():
     with pytest.raises(ValueError, match="rollout.sampling.temperature > 0"):
         log_probs_and_entropy(torch.zeros(1, 2), torch.tensor([0]), VocabShard(0, 2), 0.0)
+    with pytest.raises(ValueError, match="rollout.sampling.temperature > 0"):
+        projected_log_probs_and_entropy(torch.zeros(1, 1), torch.zeros(2, 1), torch.tensor([0]), VocabShard(0, 2), 1,
+                                        0.0)

@@ -50,6 +50,10 @@ def without_others_experts(forward, layer: torch.nn.Module, hidden: torch.Tensor
                for k in range(ids.shape[1]))
 
 
+def not_page_locked(*_args, **_keywords) -> None:
+    """In place of page-locking host memory (which SGLang keeps the chosen experts in) for copies from a GPU."""
+
+
 def absorbed_for_torch(get_handler, registry, backend: str):
     """Around SGLang's choice of how to compute MLA. The way that it takes for prompts by default does not fit the cache
     of attention in torch, which holds latents; the one with absorbed weights does."""
@@ -74,6 +78,8 @@ def stand_in() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", without_others_experts,
                           HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", not_page_locked,
+                          HookType.REPLACE)
     HookRegistry.register(
         "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         absorbed_for_torch, HookType.AROUND)
