@@ -125,7 +125,7 @@ run_rollout() {
 run_learning() {
     local engine its memory
     model_of learning || return
-    "$python" tools/make_additions.py --out "$out/problems" > "$out/problems.log" 2>&1 || return
+    "$python" tools/make_quickstart.py --out "$out/problems" > "$out/problems.log" 2>&1 || return
     for engine in vllm sglang; do
         its=$(engine_python $engine learning) || continue
         memory=--gpu-memory-utilization; [ $engine = sglang ] && memory=--mem-fraction-static

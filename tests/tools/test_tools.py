@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from tools.make_additions import SOLVED, make_additions
 from tools.make_quickstart import HELD_OUT_PAIRS, make_problems, make_tokenizer
 from tools.split_jsonl import split
 
@@ -61,18 +60,3 @@ def test_tokenizer_has_one_token_a_character_and_the_chat_format():
     assert len(ids) == (1 + 4 + 1) + 7 + 2 + (1 + 9 + 1) and max(ids) < 64
     assert tokenizer.decode(tokenizer.encode("46") + [tokenizer.eos_token_id], skip_special_tokens=True) == "46"
     assert tokenizer.unk_token_id not in tokenizer.encode("0123456789+-*= abcz")
-
-
-def test_additions_are_all_there_and_the_solved_ones_are_not_asked():
-    train, heldout = make_additions(5, seed=1)
-    assert len(train) + len(heldout) == 90 * 6 - len(SOLVED) and len(heldout) == 53
-    asked = set()
-    for row in train + heldout:
-        *solved, last = row["prompt"]
-        assert len(solved) == 2 * len(SOLVED) and [turn["role"] for turn in row["prompt"][-2:]] == ["assistant", "user"]
-        for question, answer in zip([*solved[::2], last], [*(turn["content"] for turn in solved[1::2]), row["answer"]]):
-            a, b = question["content"].removesuffix("=?").split("+")
-            assert int(a) + int(b) == int(answer)
-        asked.add(last["content"])
-    assert len(asked) == len(train) + len(heldout) and not {f"{a}+{b}=?" for a, b in SOLVED} & asked
-    assert make_additions(5, seed=1) == (train, heldout) != make_additions(5, seed=2)
