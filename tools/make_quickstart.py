@@ -48,13 +48,12 @@ def make_model(out: Path, seed: int) -> None:
     tokenizer.save_pretrained(out)
 
 
-def make_problems(seed: int, numbers: int = 100, held_out_pairs: int = HELD_OUT_PAIRS
-                  ) -> tuple[list[dict], list[dict]]:
-    """All additions of two numbers below `numbers`, in random order, as (train, held out)."""
+def make_problems(seed: int) -> tuple[list[dict], list[dict]]:
+    """All 10,000 two-digit additions, in random order, as (train, held out)."""
     shuffle = random.Random(seed)
-    pairs = [(a, b) for a in range(numbers) for b in range(a + 1, numbers)]
-    held_out = set(shuffle.sample(pairs, held_out_pairs))
-    rows = [(a, b) for a in range(numbers) for b in range(numbers)]
+    pairs = [(a, b) for a in range(100) for b in range(a + 1, 100)]
+    held_out = set(shuffle.sample(pairs, HELD_OUT_PAIRS))
+    rows = [(a, b) for a in range(100) for b in range(100)]
     shuffle.shuffle(rows)
     train, test = [], []
     for a, b in rows:
