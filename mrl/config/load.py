@@ -57,7 +57,7 @@ def load_with_origins(kind: type[Kind], path: str | Path,
 
 def _load(kind: type[Kind], path: str | Path, overrides: Sequence[str]) -> tuple[Kind, dict[str, str]]:
     layer = source.read_overrides(overrides).over(source.read_file(Path(path).expanduser()))
-    problems = list(layer.problems)
+    problems = layer.problems + layer.unset
     try:
         experiment = absolute_paths(kind.model_validate(layer.data))
     except ValidationError as error:

@@ -27,18 +27,23 @@ class Layer:
         data: nested plain values.
         origins: dotted key -> "file:line", or the override it was given by.
         problems: what could not be read; the rest of `data` is still good.
+        unset: values that need an environment variable which is not set. A layer above may replace them.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    unset: list[Problem] = field(default_factory=list)
 
     def over(self, below: Layer) -> Layer:
         """This layer on top of `below`: mappings merge key by key, every other value is replaced."""
         replaced = [key for key in self.origins if not isinstance(_get(self.data, key), dict)]
         kept = {key: origin for key, origin in below.origins.items()
                 if not any(key.startswith(f"{top}.") for top in replaced)}
-        return Layer(_merge(below.data, self.data), kept | self.origins, below.problems + self.problems)
+        unset = [problem for problem in below.unset
+                 if not any(f"{problem.key}.".startswith(f"{top}.") for top in replaced)]
+        return Layer(_merge(below.data, self.data), kept | self.origins, below.problems + self.problems,
+                     unset + self.unset)
 
 
 def read_file(path: Path, descendants: tuple[Path, ...] = ()) -> Layer:
@@ -178,7 +183,7 @@ class _Reader:
         def value_of(match: re.Match) -> str:
             value = os.environ.get(match["name"], "") or match["default"]
             if value is None:
-                self._layer.problems.append(Problem(
+                self._layer.unset.append(Problem(
                     key, node.value, f"a set environment variable {match['name']}",
                     f"export {match['name']}, or give a default: ${{env:{match['name']},default}}",
                     self._locate(node.start_mark)))

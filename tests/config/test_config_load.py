@@ -186,6 +186,14 @@ def test_environment_is_expanded_only_where_marked(content, write, monkeypatch):
     assert exp.rollout.workers == 3
 
 
+def test_an_unset_variable_does_not_matter_where_the_value_is_replaced(write, content):
+    content["rollout"]["python"] = "${env:MRL_TEST_NONE}"
+    path = write(content)
+    assert set(problems_of(path)) == {"rollout.python"}
+    assert load_experiment(path, ["rollout.python=python3"]).rollout.python == "python3"
+    assert set(problems_of(path, ["rollout.workers=2"])) == {"rollout.python"}
+
+
 def test_environment_variable_that_is_not_set(experiment_file):
     problem = problems_of(experiment_file, ["name=${env:MRL_TEST_NONE}"])["name"]
     assert "MRL_TEST_NONE" in problem.allowed and "${env:MRL_TEST_NONE,default}" in problem.remedy
