@@ -12,6 +12,6 @@ def save_samples(folder: Path, found: Mapping[str, Report]) -> None:
     """Write the samples behind `found` to <folder>/<data set>.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, report in found.items():
-        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8", errors="backslashreplace") as file:
             for row in sample_rows(report.groups):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -26,7 +26,7 @@ class RunLog:
     def __init__(self, run_dir: Path, log: PlainLog, steps: int, attempt: int):
         self.run_dir, self.log, self.steps, self.attempt = run_dir, log, steps, attempt
         self.metrics_file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-        self.console = open(run_dir / "progress.log", "a", encoding="utf-8", buffering=1)
+        self.console = open(run_dir / "progress.log", "a", encoding="utf-8", errors="backslashreplace", buffering=1)
         self.board = None
         if log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -98,7 +98,7 @@ class RunLog:
         chosen = [(group, group.trajectories[0]) for group in groups[:self.log.trajectories_per_step]]
         folder = self.run_dir / "trajectories"
         folder.mkdir(exist_ok=True)
-        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8", errors="backslashreplace") as file:
             for group, t in chosen:
                 file.write(json.dumps({
                     "prompt": group.prompt_text, "response": t.response_text, "answer": group.answer,

@@ -122,3 +122,10 @@ def test_every_sample_is_saved(tmp_path):
     assert rows[3] == {"prompt": "p0", "answer": "a", "row": 0, "subset": "easy", "sample": 3, "response": "text",
                        "extracted": None, "reward": 0.0, "reward_parts": {}, "correct": False, "reward_error": None,
                        "finish_reason": "length", "tokens": 4, "version": "0:0"}
+
+
+def test_half_a_character_in_a_data_set_does_not_end_a_run(tmp_path):
+    group = evaluated(0, [RIGHT])
+    group.answer = "\ud800"  # JSON's "\ud800": no text in UTF-8
+    save_samples(tmp_path, {"math": report_of([group])})
+    assert json.loads((tmp_path / "math.jsonl").read_text())["answer"] == "\ud800"
