@@ -54,7 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--longest", type=int, default=4096, help="lengths are cut there")
     parser.add_argument("--max-tokens", type=int, default=8192, help="batch.max_tokens_per_microbatch")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one round")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of one round")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of one device, for MFU: 989 is the H200's "
                                                                         "dense bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -101,7 +101,7 @@ def bench(options: argparse.Namespace, platform: Platform) -> Record:
             PADDED: lambda: trainer.train(padded, loss)}
     peaks: dict[str, float] = {}
     seconds = alternate({name: timed(step, options.steps, memory, peaks, name) for name, step in ways.items()},
-                        options.rounds)
+                        options.rounds, quiet=dist.get_rank() > 0)
     return Record("bench_trainer", setting(options, lengths, platform), figures(
         options, trainer.spec, lengths, {name: value / options.steps for name, value in seconds.items()}, held, peaks))
 

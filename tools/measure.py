@@ -60,13 +60,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def alternate(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, quiet: bool = False) -> dict[str, float]:
     """The median of what each way returns in `rounds` rounds, in which they take turns; one round before is not
-    counted. So what else the machine does disturbs all of them alike."""
+    counted. So what else the machine does disturbs all of them alike. Unless `quiet`, every value is printed at once,
+    lest a run that is ended early leave nothing."""
     values: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(1 + rounds):
         for name, measure in ways.items():
             value = measure()
+            if not quiet:
+                print(f"round {turn} of {rounds}: {name}: {value:.5g}", flush=True)
             if turn:
                 values[name].append(value)
     return {name: median(found) for name, found in values.items()}

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Sequence
@@ -53,7 +54,9 @@ def running(experiment: Experiment, folder: Path, first_gpu: int = 0, load_weigh
     gate = ray.remote(num_cpus=0, max_concurrency=CONCURRENCY)(EngineServer).remote(
         experiment, 0, experiment.name, folder, [str(gpu) for gpu in gpus], load_weights)
     try:
+        began = time.monotonic()
         ray.get(gate.start.remote())
+        print(f"{experiment.rollout.engine} answers after {time.monotonic() - began:.0f} s", flush=True)
         yield gate
     finally:
         ray.get(gate.stop.remote())
