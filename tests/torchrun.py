@@ -25,7 +25,7 @@ IMPORTED = ["tests.trainer.run_training", "tests.stream.push_toys"]
 """Between them, these import what is slow to import."""
 
 
-def torchrun(script: Path, ranks: int, *args: str | Path, timeout_s: float = 600.0, gpus: bool = False) -> str:
+def torchrun(script: Path, ranks: int, *args: str | Path, timeout_s: float = 1500.0, gpus: bool = False) -> str:
     """Output of `script` on `ranks` processes, which see no GPU unless `gpus`. AssertionError with the end of the
     output when one of them fails, or not all have ended in time."""
     # What has loaded CUDA cannot be forked.
@@ -48,6 +48,7 @@ def torchrun(script: Path, ranks: int, *args: str | Path, timeout_s: float = 600
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.join()
         text = output.read_text()
     assert not failed, f"{script.name} on {ranks} ranks: {failed}\n{text[-6000:]}"

@@ -196,10 +196,10 @@ def going_half_way(monkeypatch, victim: Receiver) -> Iterator[None]:
 
 @contextmanager
 def hurried(sync: WeightSync, push_s: float) -> Iterator[None]:
-    """Within the block pushes end soon: for what only the deadline ends. push_s: seconds that a push took on this
-    machine as busy as it is."""
+    """Within the block pushes end soon: for what only the deadline ends. push_s: seconds that the first push, which is
+    the slowest, took on this machine as busy as it is."""
     usual = sync.settings
-    sync.settings = sync.calls.settings = usual.model_copy(update={"timeout_s": max(3.0, 15 * push_s)})
+    sync.settings = sync.calls.settings = usual.model_copy(update={"timeout_s": max(3.0, 5 * push_s)})
     try:
         yield
     finally:
