@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Part = Literal["weights", "optimizer"]
 CHUNK = 1 << 30
-"""Bytes of one host buffer at most: page-locked memory comes in powers of two, which must not double a large one."""
+"""Bytes of one host buffer at most. Page-locked memory comes in powers of two: a buffer for each tensor would waste up
+to half of it, and so would one for all."""
 
 
 class Offload:
@@ -67,37 +68,47 @@ class _Away:
     def __init__(self, platform: Platform, kept: Callable[[], Iterable[torch.Tensor]],
                  forgotten: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.platform, self.kept, self.forgotten = platform, kept, forgotten
-        self.host: list[list[torch.Tensor]] = []  # what is kept, by storage, in chunks
+        self.room: list[torch.Tensor] = []  # on the host, filled one after the other
         self.away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []
 
     def release(self) -> int:
         if self.away:
             return 0
-        for index, storage in enumerate(_storages(self.kept())):
-            chunks = _bytes(storage).split(CHUNK)
-            if index == len(self.host):
-                self.host.append([])
-            if [len(buffer) for buffer in self.host[index]] != [len(chunk) for chunk in chunks]:
-                self.host[index] = [self.platform.host_buffer(chunk) for chunk in chunks]
-            for buffer, chunk in zip(self.host[index], chunks):
-                buffer.copy_(chunk, non_blocking=True)
-            self.away.append((storage, storage.nbytes(), self.host[index]))
-        copied = sum(size for _, size, _ in self.away)
+        kept = list(_storages(self.kept()))
+        for storage, pieces in zip(kept, self._places([storage.nbytes() for storage in kept])):
+            _copy(pieces, _cut(storage, pieces))
+            self.away.append((storage, storage.nbytes(), pieces))
         self.platform.synchronize()
         self.away += [(storage, storage.nbytes(), []) for storage in _storages(self.forgotten())]
         for storage, _, _ in self.away:
             storage.resize_(0)
-        return copied
+        return sum(size for _, size, pieces in self.away if pieces)
 
     def restore(self) -> int:
         away, self.away = self.away, []
         for storage, size, _ in away:
             storage.resize_(size)
-        for storage, _, buffers in away:
-            for buffer, chunk in zip(buffers, _bytes(storage).split(CHUNK)):
-                chunk.copy_(buffer, non_blocking=True)
+        for storage, _, pieces in away:
+            if pieces:
+                _copy(_cut(storage, pieces), pieces)
         self.platform.synchronize()
-        return sum(size for _, size, buffers in away if buffers)
+        return sum(size for _, size, pieces in away if pieces)
+
+    def _places(self, sizes: list[int]) -> Iterator[list[torch.Tensor]]:
+        """Host memory for so many bytes each, in pieces where a chunk ends; there is always more room if needed."""
+        while (missing := sum(sizes) - sum(map(len, self.room))) > 0:
+            like = torch.empty(min(missing, CHUNK), dtype=torch.uint8, device="meta")
+            self.room.append(self.platform.host_buffer(like))
+        rest = iter(self.room)
+        chunk = next(rest, torch.empty(0, dtype=torch.uint8))
+        for size in sizes:
+            pieces = []
+            while size:
+                if not len(chunk):
+                    chunk = next(rest)
+                pieces.append(chunk[:size])
+                size, chunk = size - len(pieces[-1]), chunk[len(pieces[-1]):]
+            yield pieces
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -115,6 +126,12 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]
             yield storage
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [n], the memory itself."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _cut(storage: torch.UntypedStorage, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory itself, uint8, in pieces of those lengths."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return list(flat.split([len(piece) for piece in pieces]))
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

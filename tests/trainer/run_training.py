@@ -153,6 +153,7 @@ def resume(folder: Path, platform) -> None:
         offload, made = Offload(trainer, platform), []
         with pytest.MonkeyPatch.context() as patched:
             real = platform.host_buffer
+            patched.setattr("mrl.trainer.offload.CHUNK", 50_000)  # some tensors wait in pieces
             patched.setattr(platform, "host_buffer", lambda like: (made.append(like), real(like))[1])
             for _ in range(2):
                 check_offload(trainer, offload, made)
