@@ -7,6 +7,7 @@ import torch
 from mrl.algorithm.advantages import estimate
 from mrl.engine.api import Version
 from mrl.rollout.batch import check_versions, rollout_metrics, split_batch
+from mrl.trainer.microbatch import pack
 from tests.rollout.experiments import experiment
 from tests.rollout.groups import group, trajectory
 
@@ -33,6 +34,17 @@ def test_values_find_their_samples_and_come_back():
     names = [str(index) for index in range(12)]
     assert split.collect(split.deal(names)) == names
     assert all(len(part) for part in dealt)
+
+
+def test_experts_go_with_the_tokens_they_are_of():
+    one = group(0, [1, 0], [1, 3])
+    for t in one.trajectories:
+        t.experts = np.arange(len(t.tokens) * 6, dtype=np.int16).reshape(-1, 3, 2)
+    for sample in members(split_batch([one], experiment(), 1).shares):
+        packed = pack([sample, sample], multiple_of=16)
+        assert torch.equal(packed.fields["experts"], torch.cat([sample["experts"]] * 2))
+        assert sample["experts"].shape == (len(sample["tokens"]), 3, 2)
+    assert all("experts" not in sample for sample in members(split_batch([group(0, [1])], experiment(), 1).shares))
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_mean_token_sum", "constant", "prompt_mean"])

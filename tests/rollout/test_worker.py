@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,21 @@ def test_tokens_are_the_engines_own_and_only_sampled_ones_are_trained(make_worke
         assert request.seed == request_seed(1, 4, 7, i)
         assert (t.reward, t.response_text, t.version, t.finish_reason) == (1.0, "46", Version(0, 3), "stop")
     assert group.answer == "46" and "12+34=?" in group.prompt_text and not group.regenerated
+
+
+def test_of_the_last_token_the_experts_are_not_known(make_worker):
+    gate = Gate()
+    answer = gate.remote
+
+    async def with_experts(request):
+        rows = len(request.prompt_ids) + len(gate.ids) - 1
+        return replace(await answer(request), experts=np.ones((rows, 3, 2), np.int16))
+
+    gate.remote = with_experts
+    group, = run(make_worker([gate]), [GroupRequest(0, 0, 0, 1, "train")])
+    experts = group.trajectories[0].experts
+    assert experts.shape == (len(group.trajectories[0].tokens), 3, 2) and experts.dtype == np.int16
+    assert (experts[:-1] == 1).all() and (experts[-1] == -1).all()
 
 
 def test_an_empty_completion_is_a_trajectory_of_its_prompt(make_worker):
