@@ -39,6 +39,18 @@ def test_experts_are_computed_again_once(experiment_file, hf_config):
     assert key == "trainer.recompute_modules" and "moe or shared_experts" in text
 
 
+def test_replay_takes_experts_and_an_engine_that_tells_them(experiment_file, hf_config):
+    replay, sglang = "trainer.moe_routing=replay", "rollout.engine=sglang"
+    (key, text), = found(experiment_file, hf_config, replay, sglang).items()
+    assert key == "trainer.moe_routing" and "the model has no experts" in text
+    hf_config |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 40}
+    experts = [replay, "trainer.parallel.sequence_parallel=true"]
+    assert found(experiment_file, hf_config, *experts, sglang) == {}
+    (key, text), = found(experiment_file, hf_config, *experts).items()
+    assert key == "trainer.moe_routing" and "rollout.engine: sglang, or GPUs" in text
+
+
 def test_what_can(experiment_file, hf_config):
     assert found(experiment_file, hf_config, "trainer.overlap_grad_reduce=true", "trainer.overlap_param_gather=true",
                  "trainer.recompute=full", "trainer.recompute_layers=2") == {}
