@@ -35,7 +35,8 @@ def check(folder: Path, build: Callable, microbatches: Callable) -> None:
         moved = run(plain, microbatches(plain, other))
         assert any((value - expected["log_probs"][key]).abs().max() > 1e-3 for key, value in moved["log_probs"].items())
         routers = [name for name in moved["gradients"] if name.endswith("mlp.gate.weight")]
-        assert routers and all(moved["gradients"][name].abs().max() > 0 for name in routers), "routers must learn"
+        if dist.get_rank() == 0:  # which has the gradients
+            assert routers and all(moved["gradients"][name].abs().max() > 0 for name in routers), "routers must learn"
         with plain.use_reference():
             reference = plain.log_probs(microbatches(plain, other))
         assert torch.equal(torch.cat(reference), torch.cat(expected["mine"])), "the reference chooses for itself"
@@ -47,8 +48,8 @@ def check(folder: Path, build: Callable, microbatches: Callable) -> None:
 
 
 def record(trainer, batch, rows) -> list[torch.Tensor]:
-    """int16 [T, layers with experts, experts a token] of each sample of the batch, as the routers choose; -1 for its last
-    token. rows: this replica's microbatches."""
+    """int16 [T, layers with experts, experts a token] of each sample of the batch, as the routers choose; -1 for its
+    last token. rows: this replica's microbatches."""
     layers = [layer for layer in trainer.chunks[0].module.decoder.layers if hasattr(layer.mlp, "router")]
     found: list[list[torch.Tensor]] = [[] for _ in layers]
     handles = [layer.mlp.router.register_forward_hook(lambda *args, into=into: into.append(args[-1][1]))
@@ -72,7 +73,7 @@ def shifted(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def run(trainer, rows) -> dict[str, Any]:
-    """Log-probs of all samples, those of this replica ("mine"), and gradients of all weights, by one pass each."""
+    """Log-probs of all samples, those of this replica ("mine"), and on rank 0 gradients of all weights; a pass each."""
     mine = trainer.log_probs(rows)
     trainer.train(rows, loss_fn)
     return {"mine": mine, "log_probs": everyone(rows, mine), "gradients": whole_gradients(trainer)}

@@ -146,8 +146,8 @@ def check_grad_dtype(folder: Path) -> None:
         error = (found["bfloat16"][name].float() - exact).norm() / exact.norm().clamp(min=1e-6)
         assert error < 0.02, (name, error)
         different += int(error > 0)
-    assert different, "nothing was rounded"
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # which has the gradients
+        assert different, "nothing was rounded"
         print("ok grad_dtype", flush=True)
 
 
