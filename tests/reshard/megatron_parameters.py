@@ -35,7 +35,8 @@ def describe(config: dict, sizes: dict, rank: int) -> dict[str, Any]:
     rope = SimpleNamespace(
         rope_parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=spec.head_dim, hidden_size=spec.hidden,
     )
-    chunks = build_chunks(spec, rope, place, transformer_config(spec, section, DTYPE, te=False), te=False)
+    chunks = build_chunks(spec, rope, place, transformer_config(spec, section, DTYPE, te=False), te=False,
+                          ends_in="logits")
     found = {
         "params": [(chunk_prefix(layout, index) + name, list(tensor.shape), str(tensor.dtype))
                    for index, chunk in enumerate(chunks) for name, tensor in chunk.state_dict().items()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch.distributed as dist
 
 from mrl.config.schema import Experiment
 from mrl.engine.api import GenerateRequest
@@ -95,15 +94,6 @@ def running(experiment, model, run_dir, ray_address, **keywords):
     assert len(processes) > 2
     bench.call("stop")
     assert not [pid for pid in processes if alive(pid)]
-
-
-@pytest.fixture(scope="session")
-def one_rank():
-    """A default process group of this process alone."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=["broadcast"])

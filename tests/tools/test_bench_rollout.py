@@ -3,7 +3,6 @@ import asyncio
 
 import pytest
 import torch
-import torch.distributed as dist
 from aiohttp import web
 
 from mrl.engine.api import Completion, GenerateRequest, Version
@@ -67,15 +66,7 @@ def test_the_bare_client_asks_for_everything_and_not_all_at_once(engine):
         assert wants == [log_probs] * 10
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_log_probs_are_compared_token_by_token_and_only_where_sampled(alone):
+def test_log_probs_are_compared_token_by_token_and_only_where_sampled(one_rank):
     class StandIn:
         layout, dp_rank = Layout(), 0
 
