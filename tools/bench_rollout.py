@@ -30,7 +30,7 @@ from mrl.rollout.router import Router  # noqa: E402
 from tools import one_engine  # noqa: E402
 from tools.measure import Record, Row, alternate, hand_over  # noqa: E402
 from tools.peers.engine_client import ask_all  # noqa: E402
-from tools.workload import SHAPES, long_tailed, random_model  # noqa: E402
+from tools.workload import long_tailed, random_model  # noqa: E402
 
 HOST = "127.0.0.1"
 MRL, SAME, TEXT = "mrl: router, gate, engine", "bare client, the same requests", "bare client, text alone"
@@ -39,9 +39,7 @@ MRL, SAME, TEXT = "mrl: router, gate, engine", "bare client, the same requests",
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     one_engine.add_options(parser)
-    parser.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b", help="random weights, without --model")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    one_engine.add_model_options(parser, "qwen2.5-1.5b")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256, help="rollout.max_concurrent_requests")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
@@ -49,8 +47,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
     parser.add_argument("--longest", type=int, default=1024, help="lengths are cut there")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the engine")
-    parser.add_argument("--json", type=Path, help="append the figures there, as one line of JSON")
     return parser.parse_args(argv)
 
 

@@ -29,7 +29,7 @@ from mrl.trainer.microbatch import assign  # noqa: E402
 from tools import one_engine  # noqa: E402
 from tools.make_quickstart import make_problems  # noqa: E402
 from tools.measure import Record, Row, hand_over  # noqa: E402
-from tools.workload import SHAPES, random_model  # noqa: E402
+from tools.workload import random_model  # noqa: E402
 
 PROMPT_TOKENS, MICROBATCH_TOKENS, ASKED_AT_ONCE = 128, 16384, 256
 ROUNDS = 100
@@ -39,13 +39,9 @@ ROUNDS = 100
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     one_engine.add_options(parser)
-    parser.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights, without --model")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    one_engine.add_model_options(parser, "qwen3-0.6b")
     parser.add_argument("--tokens", type=int, default=10_000, help="sampled tokens to compare, at least")
     parser.add_argument("--longest", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the engine")
-    parser.add_argument("--json", type=Path, help="append the figures there, as one line of JSON")
     return parser.parse_args(argv)
 
 

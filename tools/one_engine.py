@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mrl.cluster.fleet import connect_ray  # noqa: E402
 from mrl.config.schema import Experiment  # noqa: E402
 from mrl.engine.server import EngineServer  # noqa: E402
+from tools.workload import SHAPES  # noqa: E402
 
 CONCURRENCY = 10_000
 """Calls that a gate answers at a time."""
@@ -29,6 +30,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-memory", type=float, default=0.6, help="the engine's share of a GPU, as it counts it")
     parser.add_argument("--engine-arg", action="append", default=[], help="extra argument of the engine (repeat)")
     parser.add_argument("--start-timeout", type=float, default=600)
+
+
+def add_model_options(parser: argparse.ArgumentParser, shape: str) -> None:
+    """What says which model, by default random weights of that shape, and where the figures go."""
+    parser.add_argument("--model", type=Path, help="a Hugging Face model directory")
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="random weights, without --model")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the engine")
+    parser.add_argument("--json", type=Path, help="append the figures there, as one line of JSON")
 
 
 def arguments(options: argparse.Namespace, graphs: bool) -> list[str]:

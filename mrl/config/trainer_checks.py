@@ -35,7 +35,8 @@ def check_replay(exp: Experiment, device: str) -> Iterator[Problem]:
     """Whether the engines can tell which experts they choose on `device`."""
     if exp.trainer.moe_routing == "replay" and exp.rollout.engine == "vllm" and device == "cpu":
         yield Problem("trainer.moe_routing", "replay", "own with rollout.engine vllm on cluster.device cpu, whose "
-                      "model runner there does not tell the experts it chooses", "use own, rollout.engine: sglang, or GPUs")
+                      "model runner there does not tell the experts it chooses",
+                      "use own, rollout.engine: sglang, or GPUs")
 
 
 def check_parts(exp: Experiment | SftExperiment, spec: ModelSpec) -> Iterator[Problem]:

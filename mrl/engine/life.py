@@ -117,7 +117,7 @@ class ServerLife:
         """With the gate closed. A server that still samples for a request that was aborted is waited for."""
         if not awake:  # vLLM takes one without a cache for one that sleeps already
             await self._server.wake("kv_cache", MEMORY_TIMEOUT_S)
-        await self._drain(time.monotonic() + MEMORY_TIMEOUT_S)
+        await self._drain(time.monotonic() + MEMORY_TIMEOUT_S, "the server does not end what was aborted; see its log")
         await self._server.call_workers("mrl_forget", timeout_s=MEMORY_TIMEOUT_S)
         await self._server.reset_prefix_cache(MEMORY_TIMEOUT_S)
         await self._server.sleep(MEMORY_TIMEOUT_S)
@@ -133,11 +133,11 @@ class ServerLife:
         if incarnation == self._incarnation and self._state in UP:
             self._held = held
 
-    async def _drain(self, deadline: float) -> None:
+    async def _drain(self, deadline: float, remedy: str) -> None:
         while self._in_flight:
             if (left := deadline - time.monotonic()) <= 0:
-                raise SyncError(f"{len(self._in_flight)} requests were still in flight when the sync could wait no "
-                                "longer for them: raise sync.timeout_s")
+                raise SyncError(f"{len(self._in_flight)} requests were still in flight when they could be waited for no "
+                                f"longer: {remedy}")
             await asyncio.wait(set(self._in_flight), timeout=left)
             await asyncio.sleep(0)  # let their callers take the answers
 

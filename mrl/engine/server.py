@@ -200,7 +200,7 @@ class EngineServer(ServerLife):
         self._why_closed = f"it is receiving version {version}"
         began = time.monotonic()
         try:
-            await self._drain(began + DRAIN_SHARE * request.deadline_s)
+            await self._drain(began + DRAIN_SHARE * request.deadline_s, "raise sync.timeout_s")
         except Exception as error:
             if self._incarnation == request.incarnation and self._state == "dirty":
                 self._state, self._why_closed = opened, f"version {version} was refused: {error}"
@@ -236,6 +236,7 @@ class EngineServer(ServerLife):
         emptied = asyncio.create_task(self._server.reset_prefix_cache(deadline - time.monotonic() + RPC_MARGIN_S))
         try:
             replies = await self._workers("mrl_receive", replace(request, plan={}), deadline)
+            await emptied
         except BaseException:
             emptied.cancel()
             raise
@@ -244,7 +245,6 @@ class EngineServer(ServerLife):
             if problems := coverage_problems(self._plan.tensors, replies, replies[0]["expected"]):
                 raise SyncError(f"verification failed: {summary(problems)}")
             unverified = tuple(sorted({name for reply in replies for name in reply["opaque"]}))
-        await emptied
         slowest = {key: max(reply[key] for reply in replies) for key in ("receive_s", "apply_s", "transfer_s")}
         return SyncResult(verified=request.verify, drain_s=drained, unverified=unverified, **slowest)
 

@@ -22,8 +22,8 @@ TWO_PARTS = ["reward.kind=null",
 def run(warm_start, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("sglang")
     log = folder / "console.log"
-    finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", *TAKING_TURNS, *TWO_PARTS, f"loop.steps={STEPS}",
-                  "eval.every=3", "rollout.filters.zero_variance=true", "rollout.oversample=4",
+    finish(start(["bash", "launch/quickstart.sh", "--engine", "sglang", *TAKING_TURNS, *TWO_PARTS,
+                  f"loop.steps={STEPS}", "eval.every=3", "rollout.filters.zero_variance=true", "rollout.oversample=4",
                   "log.trajectories_per_step=1000", f"log.dir={folder}/runs"], log), log, timeout_s=900)
     run_dir, = (folder / "runs").iterdir()
     return SimpleNamespace(run_dir=run_dir, log=log, console=log.read_text())

@@ -132,6 +132,8 @@ def test_a_share_travels_as_one_tensor_a_field():
     shares = split_batch(groups, experiment(batch=batch), replicas=16).shares
     empty = split_batch([], experiment(), replicas=1).shares
     for share in [*shares, *empty]:
+        fields = share.__getstate__()["fields"].values()
+        assert all(len(flat) == sum(len(sample["tokens"]) for sample in share.samples) for flat in fields)
         arrived = pickle.loads(pickle.dumps(share))
         assert arrived.total == share.total
         assert [[len(microbatch) for microbatch in minibatch] for minibatch in arrived.minibatches] == [

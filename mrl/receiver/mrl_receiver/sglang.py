@@ -7,8 +7,8 @@ around such requests, is passed by: it prepares SGLang's loader, and a Receiver 
 
 The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
 as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
-does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. And it clears what is
-read after a sleep before it is written.
+does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. And it clears what
+is read after a sleep before it is written.
 """
 from __future__ import annotations
 
