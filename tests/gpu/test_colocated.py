@@ -1,6 +1,7 @@
 """colocated_sync on one GPU, which trainer and engine take turns with; both engines, with CUDA graphs and the defaults
 for their share of memory, on additions after a short supervised warm start."""
 import json
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -16,6 +17,8 @@ STEPS, PROMPTS = 10, 64
 ENGINES = {"vllm": ("enforce_eager=False", "enable_prefix_caching=True"),
            "sglang": ("disable_cuda_graph=False", "disable_radix_cache=False", "enable_memory_saver=True")}
 """What the log says of the server's settings."""
+ARGS = {"vllm": [], "sglang": ["--disable-prefill-cuda-graph"]}
+"""Those of SGLang's prefill take a minute to capture."""
 ASLEEP_GB = 12.0
 """What an engine may keep while it sleeps, with the trainer's context: contexts, CUDA graphs, buckets."""
 POLL_S = 0.3
@@ -31,7 +34,8 @@ class Run:
         self.common = [
             "configs/quickstart_cpu.yaml", *gpu, "loop.mode=colocated_sync", "cluster.gpus=1",
             "cluster.trainer_gpus=null", "cluster.rollout_gpus=null", f"rollout.engine={engine}",
-            f"rollout.python={engine_python(engine)}", "rollout.max_concurrent_requests=64",
+            f"rollout.python={engine_python(engine)}", f"rollout.args={json.dumps(ARGS[engine])}",
+            "rollout.max_concurrent_requests=64",
             f"eval.datasets.heldout.path={folder}/heldout.jsonl", f"eval.datasets.heldout.max_prompts={PROMPTS}",
             "eval.datasets.heldout.sampling.temperature=0"]
         self.used_gb: list[float] = []
@@ -49,7 +53,8 @@ class Run:
         self.steps = rows(self.run_dir, "train")
 
     def _watch(self, done: threading.Event) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={gpu}"]
         while not done.wait(POLL_S):
             self.used_gb.append(int(subprocess.check_output(query)) * 2**20 / 1e9)
 
