@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Mapping, Optional
 
-from mrl.receiver.mrl_receiver.checksum import add, checksum
+from mrl.receiver.mrl_receiver.checksum import add, checksums
 from mrl.receiver.mrl_receiver.links import Label, finish_stream
 from mrl.receiver.mrl_receiver.wire import sums_key
 from mrl.stream.delta import Bases
@@ -138,7 +138,7 @@ class _SenderThread(threading.Thread):
         self.sent.full_bytes += len(transfers) * share.flat.nbytes
 
     def _sum(self, share: Share, engines: list[int]) -> None:
-        sums = _checksums(share)
+        sums = checksums((part.values(share.flat), part.lattice) for part in share.parts)
         for engine in engines:
             self.sums.setdefault(engine, Sums()).add(share, sums)
 
@@ -166,8 +166,3 @@ class Sums:
         total = self.direct.setdefault(*share.workers, {}) if share.direct else self.shared
         for part, value in zip(share.parts, sums, strict=True):
             total[part.name] = add(total.get(part.name, 0), value)
-
-
-def _checksums(share: Share) -> list[int]:
-    """Of the parts of a slice, in order."""
-    return [checksum(part.values(share.flat), part.lattice) for part in share.parts]

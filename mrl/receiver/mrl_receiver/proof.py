@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from .checksum import checksum, whole
+from .checksum import checksums, whole
 from .routes import Routes
 from .trace import Loader, Traced
 from .wire import Bucket, Shape
@@ -33,7 +33,7 @@ def unfaithful(model: torch.nn.Module, load: Loader, refresh: Callable[[], None]
     device = slots[0].device
     load((name, noise(name, *kind, device)) for name, kind in tensors.items())
     refresh()
-    expected = dict(fingerprints(model))
+    expected = fingerprints(model)
     load((name, noise(f"not {name}", *kind, device)) for name, kind in tensors.items())
     refresh()
     made, values = "", torch.empty(0)
@@ -45,7 +45,7 @@ def unfaithful(model: torch.nn.Module, load: Loader, refresh: Callable[[], None]
             part.values(slots[position], offset).copy_(box)
         routes.apply(position)
     refresh()
-    differing = [name for name, found in fingerprints(model) if expected.get(name) != found]
+    differing = [name for name, found in fingerprints(model).items() if expected.get(name) != found]
     owners = _owners(model, routes.traced, direct)
     return {tensor: f"{name} would differ from what the engine's loader makes of it"
             for name in differing for tensor in _concerned(name, owners, direct)}
@@ -61,17 +61,21 @@ def noise(seed: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
     return values
 
 
-def fingerprints(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    """(dotted name, checksum) of every parameter, buffer, and tensor that a module keeps otherwise."""
-    seen: set[tuple] = set()
+def fingerprints(model: torch.nn.Module) -> dict[str, int]:
+    """By dotted name, the checksum of every parameter, buffer, and tensor that a module keeps otherwise."""
     named = [*model.named_parameters(), *model.named_buffers()]
     for prefix, module in model.named_modules():
         named += _attributes(vars(module), prefix, nested=True)
+    tensors: dict[tuple, tuple[str, torch.Tensor]] = {}
     for name, tensor in named:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and not tensor.is_meta and key not in seen:
-            seen.add(key)
-            yield name, checksum(tensor, whole(tuple(tensor.shape)))
+        if tensor.numel() and not tensor.is_meta:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            tensors.setdefault(key, (name, tensor))
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.values():
+        by_device.setdefault(tensor.device, []).append((name, tensor))
+    return {name: found for group in by_device.values() for (name, _), found in zip(
+        group, checksums((tensor, whole(tuple(tensor.shape))) for _, tensor in group))}
 
 
 def _attributes(attributes: Mapping[str, Any], prefix: str, nested: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,17 +10,17 @@ import logging
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Collection, Optional
+from typing import Any, Callable, Collection, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .base import Base
-from .checksum import add, checksum
+from .checksum import add, checksums
 from .links import LinkError, failed_key, finish_stream, open_store
 from .proof import fingerprints, unfaithful
 from .routes import Routes, misfits
-from .trace import Home, Loader, Traced, TraceError, trace
+from .trace import Loader, Traced, TraceError, trace
 from .transfer import Connections, transfer
 from .transports import TRANSPORTS
 from .wire import Bucket, Holding, Plan, Shape, SyncRequest, ready_key, sums_key
@@ -162,7 +162,7 @@ class Receiver:
 
     def fingerprint(self) -> dict[str, int]:
         """Checksums of everything in the model that may hold weights, by dotted name, for tests to compare."""
-        return dict(fingerprints(self.model))
+        return fingerprints(self.model)
 
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""
@@ -261,13 +261,14 @@ class Receiver:
 
 def _holdings(traced: Traced, kinds: Optional[dict[str, tuple[Shape, torch.dtype]]] = None) -> dict[str, list]:
     """What a worker holds of every HF tensor, in wire form; given the tensors' kinds, with checksums."""
-    def holding(name: str, home: Home) -> Holding:
-        if kinds is None:
-            return Holding(home.lattice)
-        sent = home.target.to(kinds[name][1])  # a wider home gives back exactly what was sent
-        return Holding(home.lattice, checksum(sent, home.lattice))
-
-    return {name: [holding(name, home).to_wire() for home in homes] for name, homes in traced.homes.items()}
+    homes = [(name, home) for name, its in traced.homes.items() for home in its]
+    sums: Sequence[Optional[int]] = [None] * len(homes)
+    if kinds is not None:  # a wider home gives back exactly what was sent
+        sums = checksums((home.target.to(kinds[name][1]), home.lattice) for name, home in homes)
+    found: dict[str, list] = {name: [] for name in traced.homes}
+    for (name, home), value in zip(homes, sums, strict=True):
+        found[name].append(Holding(home.lattice, value).to_wire())
+    return found
 
 
 def _text(version: tuple[int, int]) -> str:
