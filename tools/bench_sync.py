@@ -72,7 +72,8 @@ class Figure:
 
     def stage_medians(self) -> dict[str, float]:
         """By stage; empty where they are not known."""
-        return {name: median(stages[name] for stages in self.stages) for name in self.stages[0]}
+        names = self.stages[0] if self.stages else ()
+        return {name: median(stages[name] for stages in self.stages) for name in names}
 
 
 class Setting(NamedTuple):

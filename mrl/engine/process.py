@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Mapping, Optional, Sequence
 
 GUARD = Path(__file__).with_name("guard.py")
 TAIL_BYTES = 64 * 1024
+CAUSES = 5
+ERROR = re.compile(r"\b\w*(Error|Exception|Interrupt)\b: ")
 
 
 class ProcessTree:
@@ -63,11 +66,14 @@ class ProcessTree:
         return self._guard.wait()
 
     def tail(self, lines: int = 40) -> str:
-        """The last lines this command has written."""
+        """The last lines this command has written, and before them those further up that name an error: where one
+        process of an engine dies of what another did, the cause is there."""
         with open(self.log_path, "rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - TAIL_BYTES))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+            written = log.read().decode(errors="replace").splitlines()
+        causes = [line for line in written[:-lines] if ERROR.search(line)][-CAUSES:]
+        return "\n".join([*causes, *(["[…]"] if causes else []), *written[-lines:]])
 
     def __enter__(self) -> "ProcessTree":
         return self

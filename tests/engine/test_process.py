@@ -121,6 +121,14 @@ def test_exit_code_and_tail_of_this_start_only(tmp_path):
     assert log.read_text() == "first\nsecond\n"
 
 
+def test_tail_names_errors_further_up(tmp_path):
+    script = "print('(Core) ValueError: no room'); print(*['  frame'] * 50, 'RuntimeError: the core failed', sep=chr(10))"
+    with ProcessTree([sys.executable, "-c", script], tmp_path / "log") as tree:
+        tree.wait(300)
+        assert tree.tail(3).splitlines() == ["(Core) ValueError: no room", "[…]", "  frame", "  frame",
+                                             "RuntimeError: the core failed"]
+
+
 def test_a_command_that_does_not_exist(tmp_path):
     with ProcessTree(["/nonexistent/program"], tmp_path / "log") as tree:
         assert tree.wait(300) == 127

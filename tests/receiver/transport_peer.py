@@ -23,7 +23,9 @@ from mrl.receiver.mrl_receiver.transports import connect
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)
 TRANSFERS = 24
 OUTSTANDING = 3
-LARGE = 64 << 20
+LARGE = {"nccl": 1 << 30}
+"""Bytes, by transport (else 64 MiB): more than it takes from a sender without a receiver. NCCL's buffers between two
+GPUs hold that much by themselves."""
 FAST, ROUNDS = 512 << 20, 30
 PATIENCE_S = 240
 
@@ -191,7 +193,7 @@ class Rank:
 
     def fail(self, comm, begin, patience_s: float) -> dict:
         """Expect a LinkError, and another one at once from the closed communicator."""
-        flat = self.buffer(torch.zeros(LARGE, dtype=torch.uint8))
+        flat = self.buffer(torch.zeros(LARGE.get(self.transport, 64 << 20), dtype=torch.uint8))
         began = time.monotonic()
         deadline = began + patience_s
         try:
