@@ -87,8 +87,9 @@ class _VocabParallel(torch.autograd.Function):
         partial = _Partial(len(logits), logits.device)
         partial.add(slice(None), logits, targets, shard, temperature)
         log_prob, entropy = partial.finish(shard)
-        ctx.save_for_backward(logits, targets, partial.maximum, partial.log_sum, entropy)
+        ctx.save_for_backward(logits, targets, partial.maximum, partial.log_sum, partial.log_share, entropy)
         ctx.shard, ctx.temperature = shard, temperature
+        ctx.set_materialize_grads(False)
         return log_prob, entropy
 
     @staticmethod
@@ -104,9 +105,10 @@ class _Projected(torch.autograd.Function):
         for rows in _slices(len(hidden), chunk):
             partial.add(rows, hidden[rows] @ weight.T, targets[rows], shard, temperature)
         log_prob, entropy = partial.finish(shard)
-        ctx.save_for_backward(hidden, weight, targets, partial.maximum, partial.log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, targets, partial.maximum, partial.log_sum, partial.log_share, entropy)
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.shard, ctx.chunk, ctx.temperature = shard, chunk, temperature
+        ctx.set_materialize_grads(False)
         return log_prob, entropy
 
     @staticmethod
@@ -115,8 +117,9 @@ class _Projected(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         before = torch.zeros_like(weight) if ctx.main_grad is None else ctx.main_grad
         for rows in _slices(len(hidden), ctx.chunk):
-            grad = _gradient(hidden[rows] @ weight.T, grad_log_prob[rows], grad_entropy[rows],
-                             *(values[rows] for values in of_tokens), ctx.shard, ctx.temperature)
+            grads = (None if grad is None else grad[rows] for grad in (grad_log_prob, grad_entropy))
+            grad = _gradient(hidden[rows] @ weight.T, *grads, *(values[rows] for values in of_tokens), ctx.shard,
+                             ctx.temperature)
             torch.matmul(grad, weight, out=grad_hidden[rows])
             before += grad_weight
             grad_weight = grad.T @ hidden[rows]
@@ -133,25 +136,27 @@ class _Partial:
         # Rows: Σ exp(x - max), Σ exp(x - max) (x - max), and the target's x; the first two with the local maximum.
         self.sums = torch.zeros((3, tokens), dtype=torch.float32, device=device)
         self.log_sum = self.sums[0]
+        # First the logarithm of exp(x - max) / softmax(x) with the local maximum; then that of p / softmax(x).
+        self.log_share = torch.zeros_like(self.maximum)
 
     def add(self, where: slice, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard,
             temperature: float) -> None:
-        """Take in the logits of the tokens at `where`."""
+        """Take in the logits of the tokens at `where`. Logits are many: what matters is how often each is read."""
         columns = shard.columns(logits)
         if columns == 0:
             return
-        maximum, sums = self.maximum[where], self.sums[:, where]
+        maximum, sums, log_share = self.maximum[where], self.sums[:, where], self.log_share[where]
         for rows in _chunks(logits):
-            x = logits[rows, :columns].float() / temperature
-            maximum[rows] = x.amax(dim=-1)
-            local = targets[rows] - shard.start
-            here = (local >= 0) & (local < columns)
-            picked = x.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0]
-            sums[2, rows] = torch.where(here, picked, 0.0)
-            x -= maximum[rows, None]
-            weight = x.exp()
-            sums[0, rows] = weight.sum(-1)
-            sums[1, rows] = (weight * x).sum(-1)
+            x = _scaled(logits[rows, :columns], temperature)
+            here, local = _local(targets[rows], shard, columns)
+            sums[2, rows] = torch.where(here, x.gather(1, local)[:, 0].float(), 0.0)
+            p = x.softmax(-1, dtype=torch.float32)
+            highest, place = p.max(-1, keepdim=True)
+            maximum[rows] = x.gather(1, place)[:, 0].float()
+            # The kernel's own sum over a long row may be off in the sixth digit; torch's sum of what it makes is not.
+            total, log_scale = p.sum(-1), -highest[:, 0].log()
+            log_share[rows], sums[0, rows] = log_scale, total / highest[:, 0]
+            sums[1, rows] = (total * log_scale - torch.special.entr(p, out=p).sum(-1)) / highest[:, 0]
 
     def finish(self, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy, over all columns; collective over the group."""
@@ -164,30 +169,46 @@ class _Partial:
         sums[0] *= scale
         shard.all_reduce(sums)
         self.log_sum = sums[0].log()
+        self.log_share += shift - self.log_sum
         # In this order: the maximum may be so large that log_sum would vanish in their sum.
         return sums[2] - self.maximum - self.log_sum, self.log_sum - sums[1] / sums[0]
 
 
-def _gradient(logits, grad_log_prob, grad_entropy, targets, maximum, log_sum, entropy, shard: VocabShard,
+def _gradient(logits, grad_log_prob, grad_entropy, targets, maximum, log_sum, log_share, entropy, shard: VocabShard,
               temperature: float) -> torch.Tensor:
-    """Gradient with respect to the logits, in their dtype."""
+    """Gradient with respect to the logits, in their dtype. A gradient that is None counts as zeros.
+
+    With p = softmax: d log p(t) / dx_j = [j = t] - p_j and d entropy / dx_j = -p_j (log p_j + entropy).
+    """
     columns = shard.columns(logits)
-    grad = torch.zeros_like(logits)
-    for rows in _chunks(logits):
-        if columns == 0:
-            break
-        # With p = softmax: d log p(t) / dx_j = [j = t] - p_j and d entropy / dx_j = -p_j (log p_j + entropy).
-        log_p = logits[rows, :columns].float() / temperature
-        log_p.sub_(maximum[rows, None]).sub_(log_sum[rows, None])
-        p = log_p.exp()
-        g = grad_log_prob[rows, None] + grad_entropy[rows, None] * (log_p + entropy[rows, None])
-        g.mul_(p).neg_()
-        local = targets[rows] - shard.start
-        here = (local >= 0) & (local < columns)
-        g.scatter_add_(1, local.clamp(0, columns - 1)[:, None],
-                       torch.where(here, grad_log_prob[rows], 0.0)[:, None])
-        grad[rows, :columns] = (g / temperature).to(grad.dtype)
+    if grad_log_prob is None:
+        grad_log_prob = torch.zeros_like(entropy)
+    grad = torch.empty_like(logits)
+    grad[:, columns:] = 0
+    for rows in _chunks(logits) if columns else ():
+        x, out, wanted = _scaled(logits[rows, :columns], temperature), grad[rows, :columns], grad_log_prob[rows, None]
+        if grad_entropy is None:
+            p, factor = x.softmax(-1, dtype=torch.float32), wanted * log_share[rows, None].exp()
+        else:
+            log_p = x.to(torch.float32, copy=True).sub_(maximum[rows, None]).sub_(log_sum[rows, None])
+            p = log_p.exp()
+            factor = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(wanted)
+        here, local = _local(targets[rows], shard, columns)
+        of_target = (wanted - factor.expand_as(p).gather(1, local) * p.gather(1, local)) / temperature
+        torch.mul(p, factor.mul_(-1 / temperature), out=out)
+        out.scatter_(1, local, torch.where(here[:, None], of_target.to(out.dtype), out.gather(1, local)))
     return grad
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / temperature, in fp32 unless they are what they were."""
+    return logits if temperature == 1 else logits.to(torch.float32, copy=True).div_(temperature)
+
+
+def _local(targets: torch.Tensor, shard: VocabShard, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets are among this rank's columns [N], and in which one [N, 1]: any, if they are not."""
+    local = targets - shard.start
+    return (local >= 0) & (local < columns), local.clamp(0, columns - 1)[:, None]
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
