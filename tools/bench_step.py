@@ -90,7 +90,7 @@ def experiment(options: argparse.Namespace, model: Path, data: Path) -> dict[str
         "reward": {"kind": "length", "full": 0, "zero": options.longest},
         "batch": {"prompts_per_step": options.groups, "samples_per_prompt": options.samples, "minibatches": 2,
                   "max_tokens_per_microbatch": options.max_tokens},
-        "trainer": {"optimizer": {"lr": NO_STEP}},
+        "algorithm": {"old_log_prob": "recompute"}, "trainer": {"optimizer": {"lr": NO_STEP}},
         "rollout": {"engine": options.engine, "python": options.python, "parallel": {"tp": options.engine_tp},
                     "max_concurrent_requests": options.groups * options.samples,
                     "args": one_engine.arguments(options, graphs=not options.eager),
@@ -137,8 +137,9 @@ def train(file: Path, mode: str, folder: Path) -> Path:
 
 def timings(run_dir: Path, mode: str, section: range) -> Timings:
     """Of the steps of a section but the last, which samples or waits for a batch of the next."""
-    among = section[:-1]
-    steps, rates, gpus = trained_steps(run_dir, among), measured(run_dir, among), PARTITION[mode]
+    steps, gpus = trained_steps(run_dir, section[:-1]), PARTITION[mode]
+    # A batch is reported with the step that trains on it, the one after that in which it is sampled.
+    rates = measured(run_dir, section[:-1])._replace(generation=measured(run_dir, section[1:]).generation)
     exp = load_experiment(run_dir / "config.yaml")
     promised = colocated(exp, rates, GPUS) if mode == SHARED else splits(exp, rates, GPUS)[0]
     return Timings(typical(steps, ["step"]), rates.generation / gpus, rates.training / gpus, typical(steps, SWITCH),
