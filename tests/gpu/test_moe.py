@@ -18,17 +18,26 @@ STEPS, REPLAYED, RESPONSE = 20, 5, 64
 ENGINES = {"vllm": ["--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(4 * 2**30)],
            "sglang": ["--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--disable-prefill-cuda-graph"]}
 """Little memory, and as much whatever else takes some on these GPUs meanwhile."""
-SPREAD = 0.08  # wide enough for tokens to prefer some experts to others
-TOLERANCE = 0.15
-"""Mean |Δ log p| between two bfloat16 implementations that now and then choose other experts for a token."""
+SPREAD = 0.08  # of the weights: wide enough for tokens to prefer some experts to others
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 2}
+"""So many that rounding alone sends every sixteenth token of a layer elsewhere, and so few a token that it matters."""
+TOLERANCE = 0.2
+"""Mean |Δ log p| between two bfloat16 implementations of that model."""
 
 
 @pytest.fixture(scope="module")
 def folder(gpus, tmp_path_factory) -> Path:
     """With a model and prompts."""
     gpus(2)
-    folder = tmp_path_factory.mktemp("moe")
-    save_random(SMALL["qwen3_moe"](), folder / "model", SPREAD, "cuda")
+    return prepare(tmp_path_factory.mktemp("moe"), "cuda")
+
+
+def prepare(folder: Path, device: str) -> Path:
+    """Put the model and prompts into the folder."""
+    config = SMALL["qwen3_moe"]()
+    config.update(EXPERTS)
+    file = save_random(config, folder / "model", SPREAD, device) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **EXPERTS}))  # by the names of published models
     problems, _ = make_problems(1)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     return folder
@@ -59,7 +68,7 @@ def settings(folder: Path, device: str) -> list[str]:
             "cluster.trainer_gpus=null", "cluster.rollout_gpus=null", "trainer.parallel.tp=1", "trainer.parallel.ep=2",
             "trainer.optimizer.lr=1e-5", "reward.kind=null",
             f"reward.parts={{short: {{kind: length, full: 0, zero: {RESPONSE}}}}}",
-            f"rollout.sampling.max_response_tokens={RESPONSE}", "sync.verify_every=1", "checkpoint.every=0"]
+            f"rollout.sampling.max_response_tokens={RESPONSE}", "sync.verify_every=1", "sync.bucket_mb=16", "checkpoint.every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -93,4 +102,4 @@ def test_replay_brings_trainer_and_engines_closer(run, own):
     print(f"logprob_diff with replay {[round(value, 4) for value in closer]}, without "
           f"{[round(value, 4) for value in before]}")
     assert len(closer) == REPLAYED and all(map(isfinite, closer))
-    assert mean(closer) < 0.9 * mean(before)
+    assert mean(closer) < 0.8 * mean(before)
