@@ -102,9 +102,9 @@ def experiment(options: argparse.Namespace, model: Path, data: Path) -> dict[str
 
 
 def sections(options: argparse.Namespace) -> list[range]:
-    """By length of prompts, the steps (from 1) with batches of it; the very first step, which warms up, besides."""
-    ends = [1 + options.steps * count for count in range(len(options.prompts) + 1)]
-    return [range(first + 1 if first > 1 else 1, last + 1) for first, last in zip(ends, ends[1:])]
+    """By length of prompts, the steps (from 1) with batches of it. The first has one more: the run warms up in it."""
+    ends = [0, *(1 + options.steps * (count + 1) for count in range(len(options.prompts)))]
+    return [range(before + 1, last + 1) for before, last in zip(ends, ends[1:])]
 
 
 def write_prompts(options: argparse.Namespace, path: Path) -> Path:
@@ -176,7 +176,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     options = parse(argv)
     found: dict[tuple[str, int], list[Timings]] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, out = Path(name), options.out or Path(name) / "runs"
+        folder = Path(name)
+        out = folder / "runs" if options.out is None else options.out.resolve()
         model = random_model(folder / "model", options.shape, torch.device(options.device), vocab_size=options.vocab)
         file = folder / "experiment.yaml"
         file.write_text(json.dumps(experiment(options, model, write_prompts(options, folder / "prompts.jsonl"))))
