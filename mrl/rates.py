@@ -10,7 +10,7 @@ import json
 from math import lcm
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Container, Iterable, Mapping, NamedTuple, Optional
 
 from mrl.config.errors import UserError
 from mrl.config.load import load_experiment
@@ -51,8 +51,22 @@ class Shared(NamedTuple):
     step_s: float
 
 
-def measured(run_dir: Path) -> Rates:
-    """The rates of a run, without its first step, which also warms up.
+def trained_steps(run_dir: Path, among: Optional[Container[int]] = None) -> list[dict[str, float]]:
+    """What metrics.jsonl says of a run's training steps, `among` the given ones, without the first, which also warms
+    up."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line.get("kind") == "train" and line["step"] > 1
+            and (among is None or line["step"] in among)]
+
+
+def typical(steps: Iterable[Mapping[str, float]], names: Iterable[str]) -> float:
+    """Seconds that the named timings took together, in the median step."""
+    names = list(names)
+    return median(sum(step.get(f"timing/{name}", 0.0) for name in names) for step in steps)
+
+
+def measured(run_dir: Path, among: Optional[Container[int]] = None) -> Rates:
+    """The rates of a run. `among`: only these steps count.
 
     Raises:
         UserError: no run directory, or one with too few steps.
@@ -62,20 +76,15 @@ def measured(run_dir: Path) -> Rates:
         if not file.is_file():
             raise UserError(f"--rates {run_dir}: no {file.name} there; name the directory of a run")
     exp = load_experiment(files[0])
-    lines = [json.loads(line) for line in files[1].read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if line.get("kind") == "train" and line["step"] > 1]
+    steps = trained_steps(run_dir, among)
     if len(steps) < MIN_STEPS:
         raise UserError(f"--rates {run_dir}: it has {len(steps)} steps after the first, at least {MIN_STEPS} are "
                         "needed")
     shared = exp.loop.mode == "colocated_sync"
     rollout_gpus = exp.cluster.gpus if shared else exp.cluster.rollout_gpus
-
-    def typical(names: tuple[str, ...]) -> float:
-        return median(sum(step.get(f"timing/{name}", 0.0) for name in names) for step in steps)
-
-    teaching = typical(("teach_sequences",)) * exp.cluster.teacher_gpus if exp.teacher else None
-    return Rates(typical(("generate_sequences",)) * rollout_gpus, typical(_TRAINING) * exp.trainer_ranks,
-                 typical(("sync",)), len(steps), teaching)
+    teaching = typical(steps, ["teach_sequences"]) * exp.cluster.teacher_gpus if exp.teacher else None
+    return Rates(typical(steps, ["generate_sequences"]) * rollout_gpus, typical(steps, _TRAINING) * exp.trainer_ranks,
+                 typical(steps, ["sync"]), len(steps), teaching)
 
 
 def splits(exp: Experiment, rates: Rates, gpus: int) -> list[Split]:

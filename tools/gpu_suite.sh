@@ -6,6 +6,7 @@
 #   nccl      syncs from one GPU to another, and vLLM's own: 1.5B and 7B; each engine                         (2 GPUs)
 #   logprobs  log-probs of trainer and engine over 10,000 tokens; each engine
 #   rollout   sampling through mrl beside a bare client, 1.5B; each engine
+#   step      steps of one_step_overlap beside colocated_sync, and their bound; each engine                    (2 GPUs)
 #   learning  configs/gpu_colocated_learning.yaml: each engine in colocated_sync and, on 2 GPUs, in one_step_overlap
 #   moe       syncs by CUDA IPC of Qwen3-30B-A3B's shape, twice 61 GB on one GPU; each engine
 # Without PARTs: all of them, in this order. A piece that fails or takes too long does not stop the others; the exit
@@ -20,7 +21,7 @@
 #   MRL_SUITE_STEPS     steps of one run of learning (default: those of the file)
 set -uo pipefail
 cd "$(dirname "$0")/.."
-PARTS=(tests trainer ipc nccl logprobs rollout learning moe)
+PARTS=(tests trainer ipc nccl logprobs rollout step learning moe)
 python=${PYTHON:-python3}
 limit=${MRL_SUITE_LIMIT_S:-900}
 out=${MRL_SUITE_OUT:-$PWD/../gpu_suite-$(date +%Y%m%d-%H%M%S)}
@@ -120,6 +121,15 @@ run_rollout() {
     for engine in vllm sglang; do
         its=$(engine_python $engine rollout) || continue
         piece "rollout-$engine" 1 "$python" tools/bench_rollout.py --engine $engine --python "$its" --json "$figures"
+    done
+}
+
+run_step() {
+    local engine its
+    for engine in vllm sglang; do
+        its=$(engine_python $engine step) || continue
+        piece "step-$engine" 2 "$python" tools/bench_step.py --engine $engine --python "$its" --prompts 256 512 1536 \
+            --out "$out/step-$engine" --json "$figures"
     done
 }
 

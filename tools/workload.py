@@ -38,22 +38,23 @@ SPREAD = 0.02
 SHORTEST = 16
 
 
-def shape_only(folder: Path, shape: str) -> Path:
-    """A model directory with a config and a tokenizer, and no weights."""
+def shape_only(folder: Path, shape: str, **changes: Any) -> Path:
+    """A model directory with a config, in which `changes` count, and a tokenizer, and no weights."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **changes}))
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
-def random_model(folder: Path, shape: str, device: torch.device) -> Path:
-    """A model directory with random bfloat16 weights: norms 1, all else normal with deviation SPREAD."""
+def random_model(folder: Path, shape: str, device: torch.device, **changes: Any) -> Path:
+    """A model directory with random bfloat16 weights: norms 1, all else normal with deviation SPREAD. `changes`: of its
+    config."""
     generator = torch.Generator(device).manual_seed(1)
     tensors = {}
-    for name, size in hf_tensors(model_spec(SHAPES[shape])).items():
+    for name, size in hf_tensors(model_spec({**SHAPES[shape], **changes})).items():
         tensor = torch.ones(size, dtype=torch.bfloat16, device=device)
         tensors[name] = (tensor if "norm" in name else tensor.normal_(0, SPREAD, generator=generator)).cpu()
-    shape_only(folder, shape)
+    shape_only(folder, shape, **changes)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

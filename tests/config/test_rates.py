@@ -26,6 +26,7 @@ def run_dir(tmp_path, experiment_file):
 
 def test_rates_are_gpu_seconds_of_the_median_step(run_dir):
     assert measured(run_dir) == Rates(generation=20.0, training=20.0, sync=1.0, steps=4)
+    assert measured(run_dir, among=range(1, 5)).steps == 3  # the very first never counts
 
 
 def test_every_division_into_whole_replicas_and_engines(experiment_file):

@@ -57,6 +57,13 @@ def test_learning_runs_both_engines_and_on_two_gpus_both_modes(tmp_path):
     assert sum("rollout.python=s-python" in line and "--mem-fraction-static" in line for line in runs) == 2
 
 
+def test_steps_are_compared_on_two_gpus_with_each_engine_there_is(tmp_path):
+    code, said, calls = run(tmp_path, "step", gpus=2, MRL_SGLANG_PYTHON="s-python")
+    assert code == 0 and "ok       step-sglang" in said and "$MRL_VLLM_PYTHON is not set" in said
+    assert "tools/bench_step.py --engine sglang --python s-python --prompts" in calls
+    assert "needs 2 GPUs" in run(tmp_path, "step", MRL_SGLANG_PYTHON="s-python")[1]
+
+
 def test_unknown_parts_are_named(tmp_path):
     code, said, _ = run(tmp_path, "trainers")
     assert code == 2 and "unknown part 'trainers'" in said
