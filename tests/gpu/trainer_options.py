@@ -2,8 +2,9 @@
 make of the weights against a trainer without them. Used by run_trainer.py."""
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -21,6 +22,7 @@ CASES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     ("qwen3", "tp=1", {
         "overlapped": {**OVERLAP, "logits_chunk": 100},
         "sums in bfloat16": {"optimizer": {"grad_dtype": "bfloat16"}},
+        "Adam on the host": {**OVERLAP, "optimizer": {"cpu_offload": True}},
     }),
     ("qwen3", "pp=2,vpp=2", {
         "overlapped, first layers again": {**OVERLAP, "recompute": "full", "recompute_layers": 1},
@@ -35,27 +37,60 @@ CASES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     ("qwen2_moe", "cp=2,ep=2", {
         "parts again": {"recompute": "selective", "recompute_modules": ["core_attn", "shared_experts"]},
         "overlapped, sums in bfloat16": {**OVERLAP, "optimizer": {"grad_dtype": "bfloat16"}},
+        "Adam on the host, sums in bfloat16": {"optimizer": {"grad_dtype": "bfloat16", "cpu_offload": True}},
     }),
 )
 
 
 def option_checks() -> int:
-    """How many lines say ok: of the gradients, and of the steps, of every case with every option."""
-    return sum(2 * len(options) for *_, options in CASES)
+    """How many lines say ok: of the gradients, and of the steps, of every case with every option; of each that is
+    resumed."""
+    return sum(3 if on_host(chosen) else 2 for *_, options in CASES for chosen in options.values())
+
+
+def on_host(options: dict[str, Any]) -> bool:
+    return options.get("optimizer", {}).get("cpu_offload", False)
 
 
 def check_options(folder: Path, platform: Platform) -> None:
     for family, words, options in CASES:
         truth = torch.load(folder / f"{family}.pt")
         with noted(f"{family} {words}"):
-            plain = two_steps(build(folder, family, parse_parallel(words), platform, lr=LEARNING_RATE), truth)
-            for name, chosen in options.items():
-                of_optimizer = {"lr": LEARNING_RATE, **chosen.get("optimizer", {})}
+            make = partial(build, folder, family, parse_parallel(words), platform, lr=LEARNING_RATE)
+            plain = two_steps(make(), truth)
+            for option, chosen in options.items():
                 of_trainer = {key: value for key, value in chosen.items() if key != "optimizer"}
-                with noted(f"{family} {words}, {name}"):
-                    trainer = build(folder, family, parse_parallel(words), platform, of_trainer, **of_optimizer)
-                    check_gradients(trainer, truth, f"{family} {words}, {name}")
-                    check_steps(two_steps(trainer, truth), plain, f"{family} {words}, {name}")
+                make_one = partial(make, of_trainer, **chosen.get("optimizer", {}))
+                name = f"{family} {words}, {option}"
+                with noted(name):
+                    trainer = make_one()
+                    check_gradients(trainer, truth, name)
+                    check_steps(two_steps(trainer, truth), plain, name)
+                    if on_host(chosen):
+                        check_resumed(trainer, make_one, truth, folder / "saved", name)
+
+
+def check_resumed(trainer, make_one: Callable, truth: dict, saved: Path, name: str) -> None:
+    """Moments and masters wait on the host; saved and loaded they are what they were, and step on as they would."""
+    state = [tensor.clone() for tensor in optimizer_state(trainer)]
+    assert {tensor.device.type for tensor in state} == {"cpu"}
+    trainer.save(saved)
+    ahead = two_steps(trainer, truth)
+    resumed = make_one()
+    resumed.load(saved)
+    for kept, loaded in zip(state, optimizer_state(resumed), strict=True):
+        assert torch.equal(kept, loaded)
+    check_steps(two_steps(resumed, truth), ahead, f"{name}, resumed")
+
+
+def optimizer_state(trainer) -> list[torch.Tensor]:
+    """Masters and moments."""
+    from mrl.trainer.megatron_compat import masters
+
+    return [tensor for inner in trainer.optimizer.inner
+            for params in [[param for group in inner.param_groups for param in group["params"]]]
+            for param, master in zip(params, masters(inner), strict=True)
+            for tensor in (master, inner.state[param]["exp_avg"], inner.state[param]["exp_avg_sq"])]
 
 
 def two_steps(trainer, truth: dict) -> dict[str, torch.Tensor]:
