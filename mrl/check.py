@@ -98,23 +98,20 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
     if plan.critic:  # its value head is too small to count
         critic = [param for param in local_params(plan.critic, layout, coord, te) if not is_output(param.name)]
         models.append((critic, plan.exp.algorithm.critic.optimizer))
-    weights = gradients = state = host = 0
+    weights, gradients, state = 0, 0, {False: 0, True: 0}  # whether on the host -> bytes
     for params, optimizer in models:
         held = sum(param.numel for param in params)
         weights += held * itemsize
         gradients += held * DTYPE_BYTES[optimizer.grad_dtype]
-        if optimizer.cpu_offload:
-            host += ceil(_sharded(params, layout) * 4 * _FP32_BYTES)
-        else:
-            state += ceil(_sharded(params, layout) * (2 if itemsize == _FP32_BYTES else 3) * _FP32_BYTES)
-    return RankMemory(weights, gradients, state, host, _sync_bytes(plan, rank))
+        copies = 4 if optimizer.cpu_offload else 2 if itemsize == _FP32_BYTES else 3
+        state[optimizer.cpu_offload] += ceil(_sharded(params, layout) * copies * _FP32_BYTES)
+    return RankMemory(weights, gradients, *state.values(), _sync_bytes(plan, rank))
 
 
 def _sharded(params: list[ParamPlan], layout: Layout) -> float:
     """Elements of a rank's parameters that its optimizer steps, as many on every replica."""
-    held = sum(param.numel for param in params)
-    experts = sum(param.numel for param in params if is_expert(param.name))
-    return (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
+    replicas = {False: layout.dp, True: layout.tp * layout.dp // (layout.ep * layout.etp)}
+    return sum(param.numel / replicas[is_expert(param.name)] for param in params)
 
 
 def _sync_bytes(plan: Plan, rank: int) -> int:
@@ -179,9 +176,9 @@ def show_engine_version(console: Console, exp: Experiment) -> None:
 
 
 def show_environment(console: Console, exp: Experiment | None) -> None:
-    """Print what is installed here for trainers, and for the engine of an experiment."""
+    """Print what is installed here for trainers, and the engine of an experiment, or all engines without one."""
     _show(console, "Trainers", ("package", "found", "what it buys", "without it"), environment.trainer_rows())
-    _show(console, "Engine", ("engine", "found", "where", "to be mended"), environment.engine_rows(exp))
+    _show(console, "Engines", ("engine", "found", "where", "what it buys", "without it"), environment.engine_rows(exp))
 
 
 def show_rates(console: Console, exp: Experiment, run_dir: Path, gpus: int | None) -> None:
