@@ -19,7 +19,6 @@ from mrl.cluster.placement import Placement, assign
 from mrl.config.checks import resolved_device
 from mrl.config.errors import Problem
 from mrl.config.keys import leaf_keys, part_keys
-from mrl.config.optimizer import Optimizer
 from mrl.config.schema import Experiment, Rollout, Teacher
 from mrl.engine.probe import look_into
 from mrl.engine.versions import version_warning
@@ -60,6 +59,7 @@ class RankMemory:
         weights: in `model.dtype`.
         gradients: accumulated in `grad_dtype` of the model's optimizer.
         optimizer: Adam's two moments, and the float32 master weights of a bfloat16 model; split over replicas.
+        host: of host memory, with `cpu_offload`: moments, masters and their gradients; not part of the total.
         sync: at most, the buffers of a sync: the ring of slices it sends, and the pieces of one that are gathered, or
             quantised.
     """
@@ -67,6 +67,7 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    host: int
     sync: int
 
     @property
@@ -93,21 +94,24 @@ def rank_memory(plan: Plan, rank: int) -> RankMemory:
     """Memory of one trainer rank, from the shapes of the parameters it holds."""
     layout, itemsize, te = plan.layout, DTYPE_BYTES[plan.exp.model.dtype], plan.device == "cuda"
     coord = layout.coord(rank)
-    params = local_params(plan.spec, layout, coord, te)
-    gradients = _gradient_bytes(params, plan.exp.trainer.optimizer)
+    models = [(local_params(plan.spec, layout, coord, te), plan.exp.trainer.optimizer)]
     if plan.critic:  # its value head is too small to count
         critic = [param for param in local_params(plan.critic, layout, coord, te) if not is_output(param.name)]
-        gradients += _gradient_bytes(critic, plan.exp.algorithm.critic.optimizer)
-        params += critic
-    held = sum(param.numel for param in params)
-    experts = sum(param.numel for param in params if is_expert(param.name))
-    sharded = (held - experts) / layout.dp + experts / (layout.tp * layout.dp // (layout.ep * layout.etp))
-    state = 2 * _FP32_BYTES + (0 if itemsize == _FP32_BYTES else _FP32_BYTES)
-    return RankMemory(held * itemsize, gradients, ceil(sharded * state), _sync_bytes(plan, rank))
+        models.append((critic, plan.exp.algorithm.critic.optimizer))
+    weights, gradients, state = 0, 0, {False: 0, True: 0}  # whether on the host -> bytes
+    for params, optimizer in models:
+        held = sum(param.numel for param in params)
+        weights += held * itemsize
+        gradients += held * DTYPE_BYTES[optimizer.grad_dtype]
+        copies = 4 if optimizer.cpu_offload else 2 if itemsize == _FP32_BYTES else 3
+        state[optimizer.cpu_offload] += ceil(_sharded(params, layout) * copies * _FP32_BYTES)
+    return RankMemory(weights, gradients, *state.values(), _sync_bytes(plan, rank))
 
 
-def _gradient_bytes(params: list[ParamPlan], optimizer: Optimizer) -> int:
-    return sum(param.numel for param in params) * DTYPE_BYTES[optimizer.grad_dtype]
+def _sharded(params: list[ParamPlan], layout: Layout) -> float:
+    """Elements of a rank's parameters that its optimizer steps, as many on every replica."""
+    replicas = {False: layout.dp, True: layout.tp * layout.dp // (layout.ep * layout.etp)}
+    return sum(param.numel / replicas[is_expert(param.name)] for param in params)
 
 
 def _sync_bytes(plan: Plan, rank: int) -> int:
@@ -152,6 +156,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     _show(console, "Batch", ("what", "value"), _batch_rows(plan))
     _show(console, f"Memory a trainer rank ({'with the critic, ' if plan.critic else ''}without activations)",
           ("rank", "weights", "gradients", "optimizer", "sync buffers", "total"), _memory_rows(plan))
+    if host := rank_memory(plan, 0).host:
+        console.print(f"cpu_offload adds {_size(host)} a rank in host memory.")
     if plan.exp.loop.mode == "colocated_sync" and plan.device == "cuda":
         _show(console, "Memory of a shared GPU by turn (without activations, contexts and CUDA graphs)",
               ("turn", "trainer rank", "engine worker", "together"), _turn_rows(plan))
@@ -170,9 +176,9 @@ def show_engine_version(console: Console, exp: Experiment) -> None:
 
 
 def show_environment(console: Console, exp: Experiment | None) -> None:
-    """Print what is installed here for trainers, and for the engine of an experiment."""
+    """Print what is installed here for trainers, and the engine of an experiment, or all engines without one."""
     _show(console, "Trainers", ("package", "found", "what it buys", "without it"), environment.trainer_rows())
-    _show(console, "Engine", ("engine", "found", "where", "to be mended"), environment.engine_rows(exp))
+    _show(console, "Engines", ("engine", "found", "where", "what it buys", "without it"), environment.engine_rows(exp))
 
 
 def show_rates(console: Console, exp: Experiment, run_dir: Path, gpus: int | None) -> None:

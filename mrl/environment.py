@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -40,6 +41,9 @@ COMPONENTS = (
               "cuDNN's fused attention is used"),
     Component("apex", "apex", "fused Adam and gradient norms where Transformer Engine is missing",
               "Transformer Engine's kernels, or torch's"),
+    Component("apex's weight gradients", "fused_weight_gradient_mlp_cuda", "with Transformer Engine: the output layer's "
+              "weight gradient is added to the gradient buffer by the matrix product itself",
+              "it is made first, then added"),
     Component("ray", "ray", "the actors of engines and rollout workers", "no training, no evaluation"),
     Component("tensorboard", "tensorboard", "event files (log.tensorboard)", "metrics.jsonl alone"),
     Component("datasets", "datasets", "prompts from hf:name", ".jsonl and .parquet files"),
@@ -52,18 +56,24 @@ def trainer_rows() -> list[tuple[str, str, str, str]]:
             *((part.distribution, _version(part), part.buys, part.without) for part in COMPONENTS)]
 
 
-def engine_rows(exp: Experiment | None) -> list[tuple[str, str, str, str]]:
-    """(engine, version or problem, where or which versions are tested, a warning or "") of the experiment's engine.
+def engine_rows(exp: Experiment | None) -> list[tuple[str, str, str, str, str]]:
+    """(engine, version or "not found", where, what it buys, what is wrong or what happens without it).
 
-    Without an experiment: the engines that can be named.
+    Of the experiment's engine; without one, of all, each where launch/setup.sh puts it or MRL_<ENGINE>_PYTHON says.
     """
-    if exp is None:
-        return [(name, "", f"tested: {' and '.join(tested)}", "looked for with an EXPERIMENT")
-                for name, tested in TESTED.items()]
-    name, python = exp.rollout.engine, exp.rollout.python
+    if exp:
+        return [_engine_row(exp.rollout.engine, exp.rollout.python)]
+    home = os.environ.get("MRL_HOME", ".mrl")
+    return [_engine_row(name, os.environ.get(f"MRL_{name.upper()}_PYTHON", f"{home}/{name}/bin/python"))
+            for name in TESTED]
+
+
+def _engine_row(name: str, python: str) -> tuple[str, str, str, str, str]:
     found = look_into(python, name)
-    warning = found.problem or version_warning(name, found.version) or ""
-    return [(name, found.version or (NOT_FOUND if found.problem else "?"), f"rollout.python: {python}", warning)]
+    others = " or ".join(other for other in TESTED if other != name)
+    return (name, found.version or (NOT_FOUND if found.problem else "version unknown"), f"rollout.python: {python}",
+            f"samples for training and evaluation, teachers; tested: {' and '.join(TESTED[name])}",
+            found.problem or version_warning(name, found.version) or f"rollout.engine: {others}")
 
 
 def _version(part: Component) -> str:

@@ -51,7 +51,7 @@ def check_experiment(exp: Experiment, hf_config: Mapping[str, Any] | None, visib
     wanted, device = _partitions(exp), resolved_device(exp, visible_gpus)
     problems = [*_check_partitions(exp, wanted), *_check_devices(exp, (*wanted, "teacher_gpus"), visible_gpus),
                 *_check_batch(exp), *_check_sampling(exp), *check_algorithm(exp), *check_critic(exp),
-                *_check_optimizers(exp), *check_trainer(exp), *check_replay(exp, device),
+                *_check_optimizers(exp), *check_trainer(exp, device), *check_replay(exp, device),
                 *_check_engines(exp), *_check_engine_split("rollout", exp.rollout, device),
                 *(_check_engine_split("teacher", exp.teacher, device) if exp.teacher else ()),
                 *check_quantization(exp, device), *check_memory(exp, device),

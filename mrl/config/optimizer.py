@@ -19,3 +19,6 @@ class Optimizer(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0: no clipping")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype in which gradients of a bfloat16 model are summed over microbatches and replicas")
+    cpu_offload: bool = Field(
+        False, description="on GPUs: keep Adam's moments and the float32 weights that it steps in host memory, and step "
+                           "them there")

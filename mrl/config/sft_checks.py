@@ -14,7 +14,8 @@ from mrl.reshard.spec import model_spec
 
 def check_sft(exp: SftExperiment, hf_config: Mapping[str, Any] | None, visible_gpus: int) -> list[Problem]:
     """Everything about the fine-tuning that could not work. Arguments as for `check_experiment`."""
-    problems = [*_check_ranks(exp, visible_gpus), *_check_data(exp), *check_trainer(exp)]
+    device = resolved_device(exp, visible_gpus)
+    problems = [*_check_ranks(exp, visible_gpus), *_check_data(exp), *check_trainer(exp, device)]
     if hf_config is not None:
         problems += _check_model(exp, hf_config)
     return problems

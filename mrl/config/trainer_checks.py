@@ -9,8 +9,8 @@ from mrl.config.sft import SftExperiment
 from mrl.reshard.spec import ModelSpec
 
 
-def check_trainer(exp: Experiment | SftExperiment) -> Iterator[Problem]:
-    """Options of the trainers against each other, and against the dtype of the model."""
+def check_trainer(exp: Experiment | SftExperiment, device: str) -> Iterator[Problem]:
+    """Options of the trainers against each other, the dtype of the model, and `device`, "cpu" or "cuda"."""
     section = exp.trainer
     if section.moe_routing == "replay" and isinstance(exp, SftExperiment):
         yield Problem("trainer.moe_routing", "replay", "own: no engine chooses experts here", "remove the key")
@@ -21,6 +21,9 @@ def check_trainer(exp: Experiment | SftExperiment) -> Iterator[Problem]:
         if optimizer.grad_dtype == "bfloat16" and exp.model.dtype != "bfloat16":
             yield Problem(f"{key}.grad_dtype", "bfloat16", f"float32 with model.dtype {exp.model.dtype}: gradients are "
                           "no coarser than the weights", "remove the key")
+        if optimizer.cpu_offload and device == "cpu":
+            yield Problem(f"{key}.cpu_offload", "true", "false with cluster.device cpu, where the optimizer is in host "
+                          "memory as it is", "remove the key")
     if section.overlap_param_gather and not section.overlap_grad_reduce:
         yield Problem("trainer.overlap_param_gather", "true", "false without trainer.overlap_grad_reduce, which cuts "
                       "the weights into the buckets that are fetched one by one",

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from mrl.reshard import is_expert
+from mrl.trainer import megatron_compat
 from mrl.trainer.export import export_checkpoint
 from mrl.trainer.files import (
     CRITIC, META, PARTIAL, REFERENCE, REPLACED, experts_file, optimizer_file, random_file, read_meta, weights_file,
@@ -161,10 +162,11 @@ def _replace(partial: Path, directory: Path) -> None:
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Moments and masters of this rank's shard. What the experiment file decides (lr, betas, …) is not in it."""
     return {
-        "state": optimizer.state_dict()["state"],
+        "state": {index: {name: value for name, value in values.items() if name != "master_param"}
+                  for index, values in optimizer.state_dict()["state"].items()},
         # Transformer Engine's Adam counts its steps per group, torch's per parameter (inside "state").
         "group_steps": [group.get("step") for group in optimizer.param_groups],
-        "masters": [param.detach().to("cpu", copy=True) for param in _params(optimizer)],
+        "masters": [master.detach().to("cpu", copy=True) for master in megatron_compat.masters(optimizer)],
     }
 
 
@@ -178,12 +180,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
             group["step"] = step
     optimizer.load_state_dict(merged)
     with torch.no_grad():
-        for param, master in zip(_params(optimizer), saved["masters"], strict=True):
-            param.copy_(master)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+        for master, kept in zip(megatron_compat.masters(optimizer), saved["masters"], strict=True):
+            master.copy_(kept)
 
 
 def _rng_state(trainer: Trainer) -> dict[str, Any]:

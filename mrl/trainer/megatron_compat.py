@@ -15,7 +15,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -29,6 +30,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_te_version
 
 from mrl.trainer.context import rows_of
 from mrl.trainer.local_layers import RMSNorm, SDPACoreAttention
@@ -154,6 +156,25 @@ def _gathered(_module, _inputs, output: tuple[torch.Tensor, Any]) -> tuple[torch
     """Of a slice of the columns for all tokens, all columns for a slice of the tokens."""
     columns, bias = output
     return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(columns)), bias
+
+
+def mend_host_optimizer() -> None:
+    """Make Megatron's optimizer on the host work without Transformer Engine, and with `load_state_dict`. Idempotent."""
+    # 0.16 compares the version of Transformer Engine, None where it is not installed.
+    if get_te_version() is None:
+        optimizer_config.is_te_min_version = lambda *_args: False
+    # It takes masters from the state that is loaded, also of fp32 parameters, of which it knows none. Whoever loads a
+    # state fills `masters`.
+    HybridDeviceOptimizer._update_fp32_params_by_new_state = lambda _self: None
+
+
+def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What a torch optimizer of Megatron's steps, fp32: its parameters, or where it is on the host their copies there.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return [optimizer.param_to_inner_param[param] for param in params]
+    return params
 
 
 def chain(optimizer) -> list[MegatronOptimizer]:

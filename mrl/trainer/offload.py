@@ -45,7 +45,12 @@ class Offload:
         yield from self._model.local_params().values()
 
     def _optimizer(self) -> Iterator[torch.Tensor]:
-        """Masters, then moments, which are not there before the first step. Masters of fp32 models are weights."""
+        """Masters, then moments, which are not there before the first step. Masters of fp32 models are weights.
+
+        Nothing of an optimizer that is on the host.
+        """
+        if self._model.optimizer.on_host:
+            return
         weights = {_identity(tensor) for tensor in self._weights()}
         inner = self._model.optimizer.inner
         masters = (param for optimizer in inner for group in optimizer.param_groups for param in group["params"])

@@ -59,12 +59,21 @@ class GuardedOptimizer:
     def __init__(self, chunks: list[DistributedDataParallel], section: OptimizerSection, dtype: torch.dtype,
                  total_steps: int) -> None:
         self.clip_grad = section.clip_grad
-        self.megatron = get_megatron_optimizer(OptimizerConfig(
+        self.on_host = section.cpu_offload
+        """Whether moments and masters are in host memory, and stepped there."""
+        if self.on_host:
+            megatron_compat.mend_host_optimizer()
+        config = OptimizerConfig(
             optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
             adam_beta1=section.betas[0], adam_beta2=section.betas[1], adam_eps=section.eps,
             clip_grad=section.clip_grad, use_distributed_optimizer=True,
             bf16=dtype == torch.bfloat16, params_dtype=dtype,
-        ), chunks, use_gloo_process_groups=False)
+            # With the second, masters are on the host alone; without, on the device too.
+            optimizer_cpu_offload=self.on_host, use_precision_aware_optimizer=self.on_host,
+            optimizer_offload_fraction=float(self.on_host), overlap_cpu_optimizer_d2h_h2d=self.on_host,
+        )
+        with torch.no_grad():  # else its shards of fp32 weights would be no leaves, which torch refuses on the host
+            self.megatron = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(self.megatron, section, total_steps)
 
     @property
@@ -74,7 +83,7 @@ class GuardedOptimizer:
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that hold this rank's shard: moments, and fp32 masters as their parameters."""
+        """The torch optimizers that hold this rank's shard of the moments, and step the masters."""
         return megatron_compat.inner_optimizers(self.megatron)
 
     def zero_grad(self) -> None:
@@ -102,7 +111,8 @@ class GuardedOptimizer:
         for optimizer in megatron_compat.chain(self.megatron):
             params = optimizer.get_parameters()
             if self.clip_grad > 0 and params:
-                clip_grad_by_total_norm_fp32(params, self.clip_grad, norm)
+                # Parameters and gradients of different dtypes are something torch does not know.
+                clip_grad_by_total_norm_fp32(params, self.clip_grad, norm, use_decoupled_grad=self.on_host)
 
     def resume_schedule(self, steps: int) -> None:
         """Continue the schedule after `steps` optimizer steps."""

@@ -16,6 +16,9 @@ def found(experiment_file, hf_config, *overrides) -> dict:
 
 @pytest.mark.parametrize(("overrides", "key", "words"), [
     (["trainer.optimizer.grad_dtype=bfloat16"], "trainer.optimizer.grad_dtype", "float32 with model.dtype float32"),
+    (["trainer.optimizer.cpu_offload=true"], "trainer.optimizer.cpu_offload", "false with cluster.device cpu"),
+    (["algorithm.name=gae", "algorithm.critic.optimizer.cpu_offload=true"],
+     "algorithm.critic.optimizer.cpu_offload", "false with cluster.device cpu"),
     (["algorithm.name=gae", "algorithm.critic.optimizer.grad_dtype=bfloat16"],
      "algorithm.critic.optimizer.grad_dtype", "float32 with model.dtype float32"),
     (["trainer.overlap_param_gather=true"], "trainer.overlap_param_gather", "trainer.overlap_grad_reduce: true"),
@@ -63,6 +66,21 @@ def test_gradients_in_bfloat16_take_half_the_memory(experiment_file, hf_config):
         return plans.rank_memory(plans.resolve_plan(exp, hf_config, 0), 0).gradients
 
     assert 2 * gradients("trainer.optimizer.grad_dtype=bfloat16") == gradients()
+
+
+def test_an_optimizer_on_the_host_takes_none_of_the_device(invoke, experiment_file, hf_config):
+    def memory(*overrides: str) -> plans.RankMemory:
+        exp = load_experiment(experiment_file, ["model.dtype=bfloat16", "cluster.device=cuda", *overrides])
+        return plans.rank_memory(plans.resolve_plan(exp, hf_config, None), 0)
+
+    offload, gae = "trainer.optimizer.cpu_offload=true", "algorithm.name=gae"
+    there, here = memory(), memory(offload)
+    assert there.host == here.optimizer == 0 and here.weights == there.weights
+    assert here.host == here.weights // 2 * 16  # fp32: two moments, master, gradient
+    assert memory(gae, offload).optimizer == memory(gae).optimizer // 2, "the critic's stays"
+    assert memory(gae, offload).host == here.host
+    result = invoke("check", experiment_file, "model.dtype=bfloat16", "cluster.device=cuda", offload)
+    assert result.exit_code == 0 and "cpu_offload adds" in result.output, result.output
 
 
 def test_a_run_may_be_resumed_with_other_activations_kept_but_not_with_other_shards(experiment_file):

@@ -1,7 +1,9 @@
 """Random models that GPU kernels take (head dim 64 or 128), made on the spot, and what transformers says about them."""
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 import torch
 from transformers import (
@@ -66,19 +68,52 @@ def save_random(config: PretrainedConfig, path: Path, spread: float, device: str
 
 
 def truth(path: Path, batch, dtype: torch.dtype, device: str, gradients: bool = False) -> dict:
-    """log-probs of every sample by itself, in fp32 after the logits; with `gradients`, those of loss_fn by HF name."""
+    """log-probs of every sample by itself, in fp32 after the logits; with `gradients`, those of loss_fn by HF name.
+
+    Of a model with experts "experts" too: int16 [T, layers, experts a token] of each sample, as the routers chose; a
+    batch that has this field makes them choose so.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-    out, total = [], torch.zeros((), device=device)
+    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    found = {"log_probs": [], **({"experts": []} if routers else {})}
+    total = torch.zeros((), device=device)
     with torch.set_grad_enabled(gradients):
         for sample in batch:
             sample = {name: value.to(device) for name, value in sample.items()}
-            log_p = (model(sample["tokens"][None]).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+            with routed(routers, sample.get("experts")) as chosen:
+                log_p = (model(sample["tokens"][None]).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
             first = torch.zeros(1, device=device)
             log_prob = torch.cat([first, log_p.gather(1, sample["tokens"][1:, None])[:, 0]])
             entropy = torch.cat([first, -(log_p.exp() * log_p).sum(-1)])
             total = total + loss_fn(log_prob, entropy, sample)[0]
-            out.append(log_prob.detach().cpu())
-    if not gradients:
-        return {"log_probs": out}
-    total.backward()
-    return {"log_probs": out, "loss": total.item(), "gradients": saved_gradients(model)}
+            found["log_probs"].append(log_prob.detach().cpu())
+            if routers:
+                found["experts"].append(torch.stack(chosen, dim=1).short().cpu())
+    if gradients:
+        total.backward()
+        found |= {"loss": total.item(), "gradients": saved_gradients(model)}
+    return found
+
+
+@contextmanager
+def routed(routers: list[torch.nn.Module], experts: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
+    """Within the block one forward pass sends tokens to these experts, or where the routers choose. Yields the choices
+    of every layer: int64 [T, experts a token]."""
+    chosen: list[torch.Tensor] = []
+
+    def choose(router, _inputs, output):
+        logits, scores, own = output
+        chosen.append(own if experts is None else experts[:, len(chosen)].long())
+        if experts is None:
+            return output
+        scores = logits.softmax(-1, dtype=torch.float32).gather(1, chosen[-1])
+        if router.norm_topk_prob:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores.to(logits.dtype), chosen[-1]
+
+    handles = [router.register_forward_hook(choose) for router in routers]
+    try:
+        yield chosen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.trainer import routing
 from tests.trainer.gang import experiment, gang, whole_gradients
+from tests.trainer.host import apart_from_the_device
 from tests.trainer.tiny import LENGTHS, loss_fn
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -151,12 +152,31 @@ def check_grad_dtype(folder: Path) -> None:
         print("ok grad_dtype", flush=True)
 
 
+def check_cpu_offload(folder: Path) -> None:
+    """Masters that are stepped in host memory are those stepped on the device, but for the order of Adam's sums."""
+    found = []
+    for offload in (False, True):
+        trainer = build(folder, "qwen2_moe", {"ep": 2}, OVERLAP, dtype="bfloat16", clip_grad=0.05, weight_decay=0.1,
+                        cpu_offload=offload)
+        rows = microbatches(trainer, torch.load(folder / "batch.pt"))
+        reports = [trainer.train(rows, loss_fn) for _ in range(3)]
+        assert all(report["grad_norm"] > 0.05 for report in reports), "nothing was clipped"
+        found.append([torch.tensor([[report["loss"], report["grad_norm"]] for report in reports]), *(
+            master.clone() for inner in trainer.optimizer.inner for master in megatron_compat.masters(inner))])
+        assert trainer.optimizer.on_host == offload
+    for there, here in zip(*found, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
+    if dist.get_rank() == 0:
+        print("ok cpu_offload", flush=True)
+
+
 if __name__ == "__main__":
-    with gang() as PLATFORM:
-        from mrl.trainer import optimizer
+    with gang() as PLATFORM, apart_from_the_device():
+        from mrl.trainer import megatron_compat, optimizer
 
         small = partial(optimizer.DistributedDataParallelConfig, bucket_size=BUCKET_ELEMENTS)
         with mock.patch.object(optimizer, "DistributedDataParallelConfig", small):
             check_all(Path(sys.argv[1]))
             check_grad_dtype(Path(sys.argv[1]))
+            check_cpu_offload(Path(sys.argv[1]))
         routing.check(Path(sys.argv[1]), build, microbatches)

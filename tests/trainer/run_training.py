@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.trainer.offload import Offload
 from tests.trainer.gang import experiment, gang
+from tests.trainer.host import apart_from_the_device
 from tests.trainer.tiny import LENGTHS, TEMPERATURE, loss_fn
 
 # Number of ranks -> name -> (family, settings). Together: all kinds of parallelism; tied and untied; both dtypes.
@@ -27,6 +28,8 @@ RUNS = {
         "bfloat16": ("qwen2", dict(dtype="bfloat16", clip_grad=1.0)),
         "experts": ("qwen3_moe", dict(parallel={"tp": 2, "ep": 2, "sequence_parallel": True},
                                       algorithm=MOVING_REFERENCE, dtype="bfloat16", clip_grad=1.0)),
+        "host": ("qwen2_moe", dict(parallel={"ep": 2}, dtype="bfloat16", clip_grad=0.01, cpu_offload=True)),
+        "host_float32": ("llama", dict(clip_grad=0.01, weight_decay=0.1, cpu_offload=True)),
         "latent": ("deepseek_v3", dict(parallel={"pp": 2}, dtype="bfloat16", mtp="keep", weight_decay=0.1)),
     },
     4: {
@@ -34,7 +37,7 @@ RUNS = {
         "dealt": ("mixtral", dict(parallel={"ep": 2}, clip_grad=0.01, weight_decay=0.1)),
     },
 }
-AGAINST_TORCH = ("data", "dealt")
+AGAINST_TORCH = ("data", "host_float32", "dealt")
 SCHEDULE = dict(lr=0.01, schedule="linear", warmup_steps=2)
 TOTAL_STEPS = 4
 
@@ -75,7 +78,7 @@ def held(model) -> int:
     buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
     tensors += model.local_params().values()
-    for optimizer in model.optimizer.inner:
+    for optimizer in [] if model.optimizer.on_host else model.optimizer.inner:
         for group in optimizer.param_groups:
             tensors += group["params"]
         tensors += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -98,7 +101,8 @@ def check_offload(trainer, offload: Offload, made: list) -> None:
     left = held(trainer)
     assert left == nbytes(trainer.local_params().values())
     assert offload.release("weights") == left and offload.release() == held(trainer) == 0
-    assert 0 < optimizer < everything - left, "gradients are not copied"
+    assert optimizer < everything - left, "gradients are not copied"
+    assert (optimizer == 0) == trainer.optimizer.on_host
     assert offload.restore("weights") == left
     assert_identical(weights, trainer.local_params())
     assert offload.restore() == optimizer and held(trainer) == everything
@@ -247,5 +251,5 @@ def check_against_torch(folder: Path, name: str, trainer, batch, steps) -> None:
 
 
 if __name__ == "__main__":
-    with gang() as cpu:
+    with gang() as cpu, apart_from_the_device():
         {"first": first, "resume": resume}[sys.argv[2]](Path(sys.argv[1]), cpu)

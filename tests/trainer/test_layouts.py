@@ -26,7 +26,7 @@ FOUR = ["tp=2,pp=2", "tp=2,pp=2,vpp=2,sp=1,ep=2", "tp=4", "ep=2", "ep=2,etp=2", 
 @pytest.mark.parametrize(("ranks", "part", "layouts"), [
     (1, "all", ["tp=1"]),
     (2, "all", ["tp=2", "pp=2", "tp=1", "tp=2,sp=1", "pp=2,vpp=2", "pp=2,first_stage_layers=1", "ep=2",
-                "tp=2,sp=1,ep=2", "etp=2", "cp=2"]),
+                "tp=2,sp=1,ep=2", "etp=2", "tp=2,sp=1,etp=2", "cp=2"]),
     pytest.param(4, "even", FOUR, marks=pytest.mark.slow),
     pytest.param(4, "odd", FOUR, marks=pytest.mark.long),
 ], ids=["1rank", "2ranks", "4ranks", "4ranks-rest"])

@@ -10,4 +10,4 @@ SCRIPT = Path(__file__).parent / "run_options.py"
 
 def test_options_change_no_number(tiny_models):
     output = torchrun(SCRIPT, 4, tiny_models, timeout_s=900)
-    assert output.count("ok ") == sum(1 + len(options) for *_, options in CASES.values()) + 1 + len(LAYOUTS)
+    assert output.count("ok ") == sum(1 + len(options) for *_, options in CASES.values()) + 2 + len(LAYOUTS)
