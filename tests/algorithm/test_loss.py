@@ -62,6 +62,13 @@ def test_recomputed_log_probs_are_proximal_and_corrected():
     assert "importance_square" not in finished(metrics)
 
 
+def test_the_largest_importance_is_that_of_a_sampled_token():
+    named = fields(loss_mask=[True, False], token_weight=[1.0, 0.0], advantage=[1.0, 1.0], rollout_log_prob=[0.0, 0.0],
+                   old_log_prob=[math.log(0.5), 3.0])
+    metrics = run(Algorithm(old_log_prob="recompute"), [math.log(0.5), 0.0], named)[1]
+    assert metrics["importance_max"] == pytest.approx(0.5)
+
+
 def test_without_a_recomputed_field_the_first_forward_is_proximal():
     named = fields(token_weight=[1.0], advantage=[1.0], rollout_log_prob=[-1.0])
     loss, metrics, grad = run(Algorithm(old_log_prob="recompute"), [-1.0 + math.log(0.7)], named)
