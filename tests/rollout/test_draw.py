@@ -57,6 +57,16 @@ def test_without_filters_the_first_prompts_are_the_batch():
     assert step.consumed == 2 and [g.request.group_id for g in step.batch()] == [0, 2]
 
 
+def test_accuracy_is_the_share_of_right_samples_whatever_their_rewards():
+    step = draw(1, zero_variance=False, accuracy_max=0.5)
+    ask(step)
+    made = group(0, [0.9, 0.4])
+    for t, correct in zip(made.trajectories, (True, False)):
+        t.correct = correct
+    step.add(made)
+    assert step.accuracy == {0: 0.5} and step.batch() == [made]
+
+
 def test_what_was_drawn_to_spare_is_not_used_up():
     step = draw(2, extra=2)
     assert ask(step) == [0, 2, 4, 6]

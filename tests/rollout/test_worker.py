@@ -170,12 +170,15 @@ def test_the_greedy_baseline_is_apart_from_the_samples(make_worker):
     assert plain.baseline is None and plain.baseline_reward is None
 
 
-def test_a_long_training_response_loses_some_of_its_reward(make_worker):
+def test_a_long_training_response_loses_some_of_its_reward(make_worker, tmp_path):
     sections = {"reward": {"kind": "exact", "overlong": {"buffer_tokens": 4, "penalty": 0.5}},
-                "rollout": {"sampling": {"max_response_tokens": 5}}}
-    group, = run(make_worker([Gate()], **sections), [GroupRequest(0, 0, 0, 1, "train", baseline=True)])
+                "rollout": {"sampling": {"max_response_tokens": 5}},
+                "eval": {"datasets": {"heldout": {"path": str(tmp_path / "train.jsonl")}}}}
+    requests = [GroupRequest(0, 0, 0, 1, "train", baseline=True), GroupRequest(1, 0, 0, 1, "eval", "heldout")]
+    group, heldout = run(make_worker([Gate()], **sections), requests, kinds=("train", "eval"))
     t, = group.trajectories  # 3 tokens, 2 of the 4 before the limit
     assert (t.reward, t.overlong_penalty, t.shaped_reward, group.baseline_reward) == (1.0, -0.25, 0.75, 0.75)
+    assert heldout.trajectories[0].overlong_penalty == 0.0
 
 
 def test_cancel_forgets_what_was_asked(make_worker):
