@@ -40,8 +40,10 @@ _REMEMBERED = 4096  # results of each kind
 _CHARACTERS = str.maketrans({
     "\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-",
     "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\uff05": "%", "\u00d7": r"\times ", "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00b0": "", "\u20ac": "", "\u00a3": ""})
+    "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2205": r"\emptyset ", "\u00b0": "", "\u20ac": "",
+    "\u00a3": ""})
 _TEXT = r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}"
+_COMMAND = r"\\(?:begin|end)\s*\{[a-z]*matrix\*?\}|\\[A-Za-z]+"
 _JOINING = {"and", "or"}
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "lim", "det", "mod", "gcd"}
 _SHORT_UNITS = {"m", "s", "g", "l", "h", "mm", "cm", "km", "mg", "kg", "ml", "ft", "in", "mi", "lb", "oz", "hr", "mph",
@@ -114,7 +116,9 @@ def is_equal(gold: str, given: str, percent: str = "optional", units: str = "ign
     if _is_denial(given) and not _is_denial(gold):
         return False
     expected, found = _expressions(gold), _expressions(given)
-    return bool(expected) and bool(found) and verify(list(expected), list(found), timeout_seconds=None)
+    # An interval and its inequality are equal, whichever of them is the reference.
+    return bool(expected) and bool(found) and verify(list(expected), list(found), allow_set_relation_comp=True,
+                                                     timeout_seconds=None)
 
 
 @lru_cache(_REMEMBERED)
@@ -127,7 +131,7 @@ def normalize(answer: str) -> tuple[str, str]:
     text = re.sub(r"(?<!\\)\\[()\[\]]", "", text)
     text = re.sub(r"(?<=\d)\\,(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)(?:\\[,;: ]|~)", " ", text)
-    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "", text)
+    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "", text).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"\bper\s?cent\b", "%", text).replace(r"\%", "%")
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,;").strip()
     text, unit = _split_unit(text)
@@ -157,8 +161,8 @@ def _canonical_number(text: str) -> str:
     sign, body = ("-", text[1:].strip()) if text.startswith("-") else ("", text.removeprefix("+"))
     percent = "%" if body.endswith("%") else ""
     body = body.removesuffix("%").strip()
-    if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", body):
-        body = body.replace(",", "")
+    if re.fullmatch(r"\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?", body):
+        body = body.replace(",", "").replace(" ", "")
     elif match := (re.fullmatch(r"(\d+) (\d+)/(\d+)", body)
                    or re.fullmatch(r"(\d+) ?\\[dt]?frac ?\{(\d+)\} ?\{(\d+)\}", body)):
         whole, numerator, denominator = map(int, match.groups())
@@ -173,7 +177,7 @@ def _canonical_number(text: str) -> str:
 def _is_words(text: str) -> bool:
     if re.fullmatch(rf"{_TEXT}", text) and re.search(r"[A-Za-z]", text.split("{", 1)[1]):
         return True
-    bare = re.sub(r"\\[A-Za-z]+", " ", text)
+    bare = re.sub(_COMMAND, " ", text)
     return any(word.lower() not in _JOINING | _FUNCTIONS for word in re.findall(r"[^\W\d_]{3,}", bare))
 
 
