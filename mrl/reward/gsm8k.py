@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mrl.config.rewards import Gsm8k
 
 _NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+"
-_MARKED = re.compile(rf"####[ \t]*\$?({_NUMBER})(?![\w,]*\d)")
+# Emphasis, currency signs and a box may stand between the two; of 3/4 neither number is the answer.
+_MARKED = re.compile(rf"####(?:[ \t*_$]|\\\$|\\boxed\s*\{{)*({_NUMBER})(?![\w,]*\d|\s*/\s*\d)")
 _HASHES = re.compile(r"####")
 _UNIT = r"\\?%|\\(?:text|mathrm)\{[A-Za-z. ]*\}|[A-Za-z. ]*"
 _ALONE = re.compile(rf"\\?\$?({_NUMBER})\s*(?:{_UNIT})")

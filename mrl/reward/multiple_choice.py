@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from mrl.config.rewards import MultipleChoice
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|bf|rm)\b|[${}*_`]|\\[()\[\]]")
-# Before "(B)" in "answer is (B)", "Answer: B", "Final answer - B.", "the answer is option B".
-_SAID = re.compile(r"\b(?:answer|choice|option)(?:\s+is|\s*[:=-])[\s:*]*(?:(?:choice|option)\s+)?", re.IGNORECASE)
+# Before "(B)" in "answer is (B)", "**Answer**: B", "Final answer - B.", "the answer is option B".
+_SAID = re.compile(r"\b(?:answer|choice|option)[*_]*(?:\s+is|\s*[:=-])[\s:*]*(?:(?:choice|option)\s+)?", re.IGNORECASE)
 # One letter and perhaps the text of its choice: "B", "(B)", "B.", "B) Paris", "B: 12"; not "B or C", "Because".
 _ONE = re.compile(r"\(?([A-Za-z])(?:\)|[.:)](?=\s|$)|(?![A-Za-z0-9']))\s*(.*)", re.DOTALL)
+# A word and no choice: "a banana", "I think".
+_WORD = re.compile(r"(?:a|I)\s+(?!because\b|since\b|as\b|is\b)[a-z]")
 # A second letter: "and C", ", C", "/C", "; C or D"; not ", a city", where it begins a sentence's next word.
 _OTHER = re.compile(r"[,;]?\s*(?:and\b|or\b|[/&+|])\s*\(?[A-Za-z]\b(?!')\)?(?!\w)"
                     r"|[,;]\s*\(?[A-Za-z]\)?\s*(?:$|[.,;]|and\b|or\b)", re.IGNORECASE)
@@ -55,8 +57,9 @@ class MultipleChoiceGrader(Grader):
         return self._single(last_line) if re.fullmatch(r"\(?[A-Za-z]\)?[.]?", last_line) else None
 
     def _single(self, text: str) -> str | None:
-        found = _ONE.fullmatch(_STYLE.sub("", text[:500]).strip())
-        if found is None or _OTHER.match(found.group(2)):
+        text = _STYLE.sub("", text[:500]).strip()
+        found = _ONE.fullmatch(text)
+        if found is None or _WORD.match(text) or _OTHER.match(found.group(2)):
             return None
         letter = found.group(1).upper()
         return letter if letter in self._letters else None
