@@ -81,6 +81,13 @@ def test_a_missing_answer_votes_for_having_none():
     assert report_of(silent).results["acc/maj@4/mean"].value < 0.25
 
 
+def test_samples_that_were_not_scored_and_groups_made_again_are_counted():
+    group = evaluated(0, [RIGHT, ("5", 0.0)])
+    group.trajectories[1].reward_error, group.regenerated = "math: timeout", True
+    counts = report_of([group]).counts
+    assert (counts["reward_errors"], counts["groups_regenerated"]) == (1, 1)
+
+
 def test_a_reward_that_extracts_nothing_has_no_majority():
     names = report_of([evaluated(0, [(None, 0.0), (None, 1.0)])]).results
     assert "acc/maj@2/mean" not in names and "acc/best@2/mean" in names

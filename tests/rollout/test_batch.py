@@ -189,9 +189,10 @@ def test_a_teacher_is_busy_while_any_group_is_with_it(spans, seconds):
     assert rollout_metrics(groups, Version(0, 1))["timing/teach_sequences"] == seconds
 
 
-def test_the_mean_of_each_part_of_the_reward():
+def test_the_mean_of_each_part_of_the_reward_and_how_many_were_not_scored():
     groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
     for score, trajectory in zip((1.0, 0.0, 0.25, 0.75), (t for g in groups for t in g.trajectories)):
         trajectory.reward_parts = {"right": score, "short": 1.0}
+        trajectory.reward_error = "right: timeout" if score < 0.5 else None
     metrics = rollout_metrics(groups, Version(0, 0))
-    assert (metrics["reward/right"], metrics["reward/short"], metrics["reward/errors"]) == (0.5, 1.0, 0)
+    assert (metrics["reward/right"], metrics["reward/short"], metrics["reward/errors"]) == (0.5, 1.0, 2)
