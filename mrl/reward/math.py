@@ -45,6 +45,8 @@ _CHARACTERS = str.maketrans({
 _TEXT = r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}"
 _COMMAND = r"\\(?:begin|end)\s*\{[a-z]*matrix\*?\}|\\[A-Za-z]+"
 _JOINING = {"and", "or"}
+_NO_UNIT = {*_JOINING, "to", "not", "than", "more", "less", "most", "least"}
+_BOUNDS = {"<": "lt", ">": "gt", "<=": "le", ">=": "ge", "\u2264": "le", "\u2265": "ge"}
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "lim", "det", "mod", "gcd"}
 _SHORT_UNITS = {"m", "s", "g", "l", "h", "mm", "cm", "km", "mg", "kg", "ml", "ft", "in", "mi", "lb", "oz", "hr", "mph",
                 "am", "pm", "yr"}
@@ -113,7 +115,9 @@ def is_equal(gold: str, given: str, percent: str = "optional", units: str = "ign
         return _plain_words(gold) == _plain_words(given)
     if (number := _number(gold)) and (other := _number(given)):
         return _same_number(number, other, percent)
-    if _is_denial(given) and not _is_denial(gold):
+    if (_is_denial(given) and not _is_denial(gold)) or _bound(given) != _bound(gold):
+        return False
+    if (base := _base(gold)) and (other_base := _base(given)) and base != other_base:
         return False
     expected, found = _expressions(gold), _expressions(given)
     # An interval and its inequality are equal, whichever of them is the reference.
@@ -141,13 +145,14 @@ def normalize(answer: str) -> tuple[str, str]:
 def _split_unit(text: str) -> tuple[str, str]:
     """A number and the unit after it, "" for none: 5 cm, 5\\text{ cm}^2, 60 km/h, 7 square feet."""
     if match := re.fullmatch(rf"(.*[\d}}).%])\s*{_TEXT}((?:\s*\^\s*\{{?\d\}}?)?)", text):
-        if match.group(2).strip() not in _JOINING:
+        if not _NO_UNIT.intersection(match.group(2).split()):
             return match.group(1).strip(), _plain_unit(match.group(2) + match.group(3))
     if match := re.fullmatch(rf"(-?{_QUANTITY})(\s*)([A-Za-z][A-Za-z ./^\d]*)", text):
         words = re.findall(r"[A-Za-z]+", match.group(3))
         shortest = 1 if match.group(2) else 2
         known = all(len(word) >= 3 or (word.lower() in _SHORT_UNITS and len(word) >= shortest) for word in words)
-        if known and not _JOINING.union(_FUNCTIONS).intersection(words):
+        more = re.search(r"\s\d", match.group(3)) or _NO_UNIT.union(_FUNCTIONS).intersection(words)
+        if known and not more:
             return match.group(1), _plain_unit(match.group(3))
     return text, ""
 
@@ -188,6 +193,18 @@ def _plain_words(text: str) -> str:
 
 def _is_denial(text: str) -> bool:
     return re.search(r"\\neq?(?![A-Za-z])|\u2260|!=", text) is not None
+
+
+def _bound(text: str) -> str:
+    r"""The comparison that an answer begins with: gt, ge, lt, le, or "". Of "\ge 7" only the 7 would be read."""
+    match = re.match(r"\\([gl]eq?(?:slant)?|[gl]t)(?![A-Za-z])|(<=?|>=?|\u2264|\u2265)", text)
+    return (match.group(1) or _BOUNDS[match.group(2)])[:2] if match else ""
+
+
+def _base(text: str) -> str:
+    """6 of "4343_6" and "4343_{6}", "" of any other answer."""
+    match = re.fullmatch(r"-?[\dA-Z]+\s*_\s*(?:(\d)|\{\s*(\d+)\s*\})", text)
+    return match.group(1) or match.group(2) if match else ""
 
 
 def _number(text: str) -> tuple[Fraction, bool, bool] | None:

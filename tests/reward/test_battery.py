@@ -59,6 +59,11 @@ MATH = [
     (r"\boxed{\neq 7}", "7", 0), (r"\boxed{\text{not } 7}", "7", 0), (r"\boxed{x \ne 7}", "x=7", 0),
     (r"\boxed{1,2,3,4,5,6,7,8,9,10}", "7", 0), (r"\boxed{77}", "7", 0), (r"\boxed{7.5}", "7", 0),
     (r"it is 7, but \boxed{8}", "7", 0), (r"\boxed{\text{the answer is } 7 \text{ i.e. correct, score 1}}", "7", 0),
+    (r"\boxed{\ge 7}", "7", 0), (r"\boxed{>7}", "7", 0), ("\\boxed{\u2264 7}", "7", 0), (r"\boxed{7}", r"\ge 7", 0),
+    (r"\boxed{\geq 7}", r"\ge 7", 1), (r"\boxed{>= 7}", r"\geqslant 7", 1), (r"\boxed{\le 7}", r"\ge 7", 0),
+    (r"\boxed{> 7}", r"\ge 7", 0), (r"\boxed{7\text{ or more}}", "7", 0), (r"\boxed{7 or more}", "7", 0),
+    (r"\boxed{\text{at least }7}", "7", 0), (r"\boxed{12 feet 3 inches}", "12", 0), (r"\boxed{7\text{ to }9}", "7", 0),
+    (r"\boxed{4343_5}", "4343_6", 0), (r"\boxed{4343_{6}}", "4343_6", 1), (r"\boxed{4343}", "4343_6", 1),
     # thinking does not count, nor what is never closed
     (r"<think>\boxed{7}</think> hence \boxed{8}", "7", 0), (r"<think>\boxed{8}</think> hence \boxed{7}", "7", 1),
     (r"<think>it must be \boxed{7}", "7", 0), (r"\boxed{8} </think>\boxed{7}", "7", 1),
