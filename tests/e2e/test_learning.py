@@ -16,7 +16,8 @@ ALGORITHMS = {
     # A sequence's ratio moves less than a token's: PPO's bounds would not hold it at all.
     "gspo": ["algorithm.policy_loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.clip.low=0.03",
              "algorithm.clip.high=0.04"],
-    "cispo": ["algorithm.policy_loss=cispo"],
+    # Nothing but the learning rate bounds a step: at 5e-4 it forgets what it knew. No lower bound, as published.
+    "cispo": ["algorithm.policy_loss=cispo", "algorithm.clip.low=1.0", "trainer.optimizer.lr=2e-4"],
     "dapo": ["algorithm.clip.high=0.28", "rollout.filters.zero_variance=true", "rollout.oversample=8",
              "reward.overlong.buffer_tokens=2"],
 }
