@@ -41,8 +41,9 @@ COMPONENTS = (
               "cuDNN's fused attention is used"),
     Component("apex", "apex", "fused Adam and gradient norms where Transformer Engine is missing",
               "Transformer Engine's kernels, or torch's"),
-    Component("apex's weight gradients", "fused_weight_gradient_mlp_cuda", "with Transformer Engine: the output layer's "
-              "weight gradient is added to the gradient buffer by the matrix product itself",
+    Component("apex's weight gradients", "fused_weight_gradient_mlp_cuda",
+              "with Transformer Engine: the output layer's weight gradient is added to the gradient buffer by the "
+              "matrix product itself",
               "it is made first, then added"),
     Component("ray", "ray", "the actors of engines and rollout workers", "no training, no evaluation"),
     Component("tensorboard", "tensorboard", "event files (log.tensorboard)", "metrics.jsonl alone"),

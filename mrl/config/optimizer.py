@@ -20,5 +20,5 @@ class Optimizer(Section):
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype in which gradients of a bfloat16 model are summed over microbatches and replicas")
     cpu_offload: bool = Field(
-        False, description="on GPUs: keep Adam's moments and the float32 weights that it steps in host memory, and step "
-                           "them there")
+        False, description="on GPUs: keep Adam's moments and the float32 weights that it steps in host memory, and "
+                           "step them there")

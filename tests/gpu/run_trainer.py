@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.gpu.models import SMALL
 from tests.gpu.trainer_checks import build, check_gradients, check_log_probs, noted, say
 from tests.gpu.trainer_options import check_options
 from tests.trainer.gang import parse_parallel
+from tests.trainer.host import apart_from_the_device
 from tests.trainer.tiny import families, loss_fn, make_batch
 
 STEP_SAMPLES, STEP_TOKENS = 16, 1024
@@ -71,7 +73,8 @@ def main(folder: Path, layouts: list[str]) -> None:
                     with noted(f"{family} {words}"):
                         check_layout(folder, words, family, platform)
         if dist.get_world_size() == 2:
-            check_options(folder, platform)
+            with apart_from_the_device() if platform.name == "cpu" else nullcontext():
+                check_options(folder, platform)
     finally:
         dist.destroy_process_group()
 

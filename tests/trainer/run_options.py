@@ -91,7 +91,7 @@ def count_forwards(trainer):
 def check(name: str, option: str, options: dict, plain: dict, seen: dict) -> None:
     # Gradients of chunks, and of parts beside each other, are summed in another order, which Adam makes much of where
     # one is next to nothing.
-    tolerance = 1e-4 if {"logits_chunk", "recompute_modules"} & options.keys() else 1e-6
+    tolerance = 1e-3 if {"logits_chunk", "recompute_modules"} & options.keys() else 1e-6
     for key in ("losses", "reference", "log_probs", "params"):
         torch.testing.assert_close(seen[key], plain[key], rtol=tolerance, atol=tolerance, equal_nan=True,
                                    msg=lambda text: f"{name}, {option}, {key}: {text}")
