@@ -1,4 +1,4 @@
-"""A slice as copies between tensors: pairs of views made once, then handed to `torch._foreach_copy_` every sync.
+"""A slice as copies between tensors: pairs of views made once, for copies that are repeated every sync.
 
 The stream code packs, gathers, assembles and sends without knowing any layout:
 

@@ -12,13 +12,14 @@ from typing import Mapping, Optional, Sequence
 import torch
 import torch.distributed as dist
 
+from mrl.receiver.mrl_receiver.copies import Copies
 from mrl.receiver.mrl_receiver.links import finish_stream
 from mrl.receiver.mrl_receiver.wire import Part
 from mrl.reshard.buckets import Bucket, Contribution, Slice
 from mrl.reshard.buckets import Part as BucketPart
 from mrl.reshard.fp8 import sent_parts
 from mrl.reshard.plan import SyncPlan
-from mrl.reshard.views import Views, assemble_views, direct_views, pack_views
+from mrl.reshard.views import assemble_views, direct_views, pack_views
 from mrl.stream.links import Workers
 from mrl.stream.quantise import quantise
 
@@ -38,9 +39,9 @@ class Share:
     workers: Workers
     direct: bool
     parts: tuple[Part, ...]
-    pack: Views
+    pack: Copies
     messages: tuple[dist.P2POp, ...]
-    assemble: Views
+    assemble: Copies
     quantised: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
     flat: Optional[torch.Tensor]
 
@@ -85,11 +86,11 @@ class Gatherer:
     @torch.no_grad()
     def fill(self, share: Share) -> None:
         """Gather one slice, together with the other ranks that have a share in it. The sender's slot must be free."""
-        _copy(share.pack)
+        share.pack.run()
         if share.messages:
             for work in dist.batch_isend_irecv([*share.messages]):
                 work.wait()
-        _copy(share.assemble)
+        share.assemble.run()
         for weights, values, scales in share.quantised:
             quantise(weights, values, scales)
         if share.flat is not None:
@@ -120,7 +121,8 @@ class Gatherer:
             pack = pack_views(own, self.params, packed)
             messages = [dist.P2POp(dist.isend, packed, one.sender)] if packed.numel() else []
         return Share((bucket.index, place.position), bucket.engines, _workers(bucket, place.position, workers),
-                     bucket.mode == "direct", parts, pack, tuple(messages), assemble, quantised, flat)
+                     bucket.mode == "direct", parts, Copies(zip(*pack)), tuple(messages), Copies(zip(*assemble)),
+                     quantised, flat)
 
 
 @dataclass(frozen=True)
@@ -199,12 +201,6 @@ def _quantised(parts: Sequence[Part], weights: torch.Tensor, sent: Sequence[Part
     values, scales = sent[:len(parts)], sent[len(parts):]
     return tuple((part.values(weights), one.values(flat), other.values(flat))
                  for part, one, other in zip(parts, values, scales, strict=True))
-
-
-def _copy(views: Views) -> None:
-    sources, targets = views
-    if sources:
-        torch._foreach_copy_(targets, sources)
 
 
 def _places(params: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:

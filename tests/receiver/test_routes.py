@@ -55,14 +55,15 @@ def apply_all(plan: Plan, worker: int, model, seeds=(1, 2)):
     buckets = plan.of_worker(worker)
     ring = [torch.empty(max(b.numel for b in buckets)) for _ in range(2)]
     slots = [ring[i % 2][:b.numel] for i, b in enumerate(buckets)]
-    routes = Routes(buckets, slots, traced, model.load_weights)
+    routes = Routes(buckets, traced, model.load_weights)
+    arrivals = [routes.arrival(position, flat) for position, flat in enumerate(slots)]
     for seed in seeds:
         values = tensors(seed)
         for position, bucket in enumerate(buckets):
             for place, one in enumerate(bucket.slices):
                 start = place * bucket.slice_numel
                 slots[position][start:start + one.numel] = flat_of(one, values, torch.float32)
-            routes.apply(position)
+            routes.apply(position, arrivals[position])
             slots[position].fill_(float("nan"))
         assert not routes.staging
         yield values

@@ -57,12 +57,15 @@ class CudaIpcTransport:
                 raise LinkError(f"link {self.meeting.name}: the buffer cannot be shared: {words(error)}") from error
             known = receiver.exported[storage.data_ptr()] = (number, StorageWeakRef(storage))
         finish_stream(flat.device)  # the worker's copy is ordered by nothing but the message
-        self._say(peer, {"number": number, "storage": known[0], "exported": exported, "gone": gone,
+        self.say(peer, {"number": number, "storage": known[0], "exported": exported, "gone": gone,
                          "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes})
         return _Sending(self, peer, number)
 
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Receiving:
-        return _Receiving(self, peer, self._sender(peer, deadline).begin(), flat)
+        return _Receiving(self.borrow(flat.nbytes, peer, deadline), flat)
+
+    def borrow(self, nbytes: int, peer: int, deadline: float) -> _Borrowing:
+        return _Borrowing(self, peer, self._sender(peer, deadline).begin(), nbytes)
 
     def close(self) -> None:
         if self.closed:
@@ -80,32 +83,38 @@ class CudaIpcTransport:
         """What `peer` says about transfer `number`."""
         other = self.peers[peer]
         while number not in other.heard:
-            self._check(deadline)
             try:
                 if other.connection.poll(min(WATCH_S, max(0.0, deadline - time.monotonic()))):
                     message = json.loads(other.connection.recv_bytes())
                     other.heard[message["number"]] = message
+                else:
+                    self._check(deadline)
             except (OSError, EOFError) as error:
                 raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})") from error
         return other.heard.pop(number)
 
-    def take(self, peer: int, message: dict[str, Any], flat: torch.Tensor) -> None:
-        """Copy what a sender's message tells of into `flat`, and say when it is done."""
+    def lend(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
+        """The buffer that a sender's message tells of, mapped here."""
         mapped = self.peers[peer].mapped
         for storage in message["gone"]:
             mapped.pop(storage, None)
-        if message["nbytes"] != flat.nbytes:
-            raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {flat.nbytes}")
+        if message["nbytes"] != nbytes:
+            raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {nbytes}")
         try:
             if message["exported"] is not None:
-                mapped[message["storage"]] = self._map(message["exported"])
-            source = torch.empty(0, dtype=torch.uint8, device=self.meeting.device).set_(
-                mapped[message["storage"]], message["start"], (flat.nbytes,), (1,))
-            flat.view(torch.uint8).copy_(source)
-            finish_stream(flat.device)
+                mapped[message["storage"]] = _Mapped(self._map(message["exported"]))
+            found = mapped[message["storage"]]
+            flat = torch.empty(0, dtype=torch.uint8, device=self.meeting.device).set_(
+                found.storage, message["start"], (nbytes,), (1,))
         except (RuntimeError, KeyError) as error:  # KeyError: closed by another thread
             raise LinkError(f"link {self.meeting.name}: rank {peer}'s buffer cannot be read: {words(error)}") from error
-        self._say(peer, {"number": message["number"]})
+        return _Lent(self, peer, message["number"], flat, found.made)
+
+    def say(self, peer: int, message: dict[str, Any]) -> None:
+        try:
+            self.peers[peer].connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
 
     # -- meeting
 
@@ -122,7 +131,7 @@ class CudaIpcTransport:
                 continue
             except (OSError, EOFError) as error:
                 raise LinkError(f"link {self.meeting.name}: a receiver went away ({error})") from error
-        self._check(deadline)
+        self._require_open(deadline)
         return self.peers[peer]
 
     def _sender(self, peer: int, deadline: float) -> _Peer:
@@ -141,11 +150,11 @@ class CudaIpcTransport:
             try:
                 caller.connect(place["path"])
                 self.peers[peer] = _Peer(Connection(caller.detach()))
-                self._say(peer, {"rank": self.meeting.rank})
+                self.say(peer, {"rank": self.meeting.rank})
             except OSError as error:
                 raise LinkError(f"link {self.meeting.name}: no socket at {place['path']}: {error}; cuda_ipc needs "
                                 "trainers and engines to share a file system for temporary files") from error
-        self._check(deadline)
+        self._require_open(deadline)
         return self.peers[peer]
 
     def _listen(self) -> None:
@@ -169,17 +178,15 @@ class CudaIpcTransport:
         except RuntimeError as error:
             raise LinkError(f"link {self.meeting.name}: the weight store is gone ({words(error)})") from error
 
-    def _say(self, peer: int, message: dict[str, Any]) -> None:
-        try:
-            self.peers[peer].connection.send_bytes(json.dumps(message).encode())
-        except OSError as error:
-            raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
-
     def _check(self, deadline: float) -> None:
-        if self.closed:
-            raise LinkError(f"link {self.meeting.name} is closed")
+        """Between two waits, as it costs a question to the store."""
+        self._require_open(deadline)
         if reason := self.meeting.given_up():
             raise LinkError(f"link {self.meeting.name}: {reason}")
+
+    def _require_open(self, deadline: float) -> None:
+        if self.closed:
+            raise LinkError(f"link {self.meeting.name} is closed")
         if time.monotonic() > deadline:
             raise LinkError(f"link {self.meeting.name}: timed out")
 
@@ -205,6 +212,14 @@ class CudaIpcTransport:
 
 
 @dataclass
+class _Mapped:
+    """A peer's buffer here, and what was made of it."""
+
+    storage: torch.UntypedStorage
+    made: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
 class _Peer:
     """The other end of a socket. Transfers are numbered, in both processes alike.
 
@@ -215,7 +230,7 @@ class _Peer:
     connection: Connection
     transfers: int = 0
     exported: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
-    mapped: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    mapped: dict[int, _Mapped] = field(default_factory=dict)
     heard: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self) -> int:
@@ -239,11 +254,35 @@ class _Sending:
 
 
 @dataclass(frozen=True)
-class _Receiving:
+class _Lent:
     transport: CudaIpcTransport
     peer: int
     number: int
     flat: torch.Tensor
+    made: dict[Any, Any]
+
+    def give_back(self) -> None:
+        self.transport.say(self.peer, {"number": self.number})
+
+
+@dataclass(frozen=True)
+class _Borrowing:
+    transport: CudaIpcTransport
+    peer: int
+    number: int
+    nbytes: int
+
+    def wait(self, deadline: float) -> _Lent:
+        return self.transport.lend(self.peer, self.transport.hear(self.peer, self.number, deadline), self.nbytes)
+
+
+@dataclass(frozen=True)
+class _Receiving:
+    borrowing: _Borrowing
+    flat: torch.Tensor
 
     def wait(self, deadline: float) -> None:
-        self.transport.take(self.peer, self.transport.hear(self.peer, self.number, deadline), self.flat)
+        lent = self.borrowing.wait(deadline)
+        self.flat.view(torch.uint8).copy_(lent.flat)
+        finish_stream(self.flat.device)
+        lent.give_back()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Optional, Protocol, Sequence
+from typing import Any, Optional, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,32 @@ class Gathering(Transport, Protocol):
 
     def all_gather(self, flat: torch.Tensor, deadline: float) -> Pending:
         """Begin to fill `flat`, as many equal slices as there are ranks, of which slice `rank` is there already."""
+
+
+class Lent(Protocol):
+    """A peer's buffer, to be read where it lies."""
+
+    flat: torch.Tensor
+    """uint8, contiguous."""
+    made: dict[Any, Any]
+    """For what its borrower derives from the memory, such as views; forgotten when that memory goes."""
+
+    def give_back(self) -> None:
+        """It has been read; the peer may write to it. LinkError."""
+
+
+class Borrowing(Protocol):
+    """A buffer that a peer will lend."""
+
+    def wait(self, deadline: float) -> Lent:
+        """Return when it may be read. LinkError, as with Pending."""
+
+
+class Lending(Transport, Protocol):
+    """A communicator within one memory, where what is sent need not be copied to be read."""
+
+    def borrow(self, nbytes: int, peer: int, deadline: float) -> Borrowing:
+        """As `receive` of that many bytes, without a buffer to copy them to."""
 
 
 def own_stream(device: torch.device) -> AbstractContextManager:

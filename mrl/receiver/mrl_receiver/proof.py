@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from .checksum import checksums, whole
-from .routes import Routes
+from .routes import Arrival, Routes
 from .trace import Loader, Traced
 from .wire import Bucket, Shape
 
@@ -24,11 +24,12 @@ NOT_WEIGHTS = {"kv_cache"}
 @torch.no_grad()
 def unfaithful(model: torch.nn.Module, load: Loader, refresh: Callable[[], None],
                tensors: Mapping[str, tuple[Shape, torch.dtype]], buckets: Sequence[Bucket],
-               slots: Sequence[torch.Tensor], routes: Routes, direct: frozenset[str]) -> dict[str, str]:
+               slots: Sequence[torch.Tensor], arrivals: Sequence[Arrival], routes: Routes,
+               direct: frozenset[str]) -> dict[str, str]:
     """Which of the tensors `direct` do not end up where the engine's loader puts them, and what shows it.
 
-    tensors: (shape, dtype) of every HF tensor. buckets, slots: what this worker receives, and where; routes: how it is
-    put in place. Needs memory for the largest tensor.
+    tensors: (shape, dtype) of every HF tensor. buckets, slots: what this worker receives, and where; arrivals, routes:
+    how it is put in place. Needs memory for the largest tensor.
     """
     device = slots[0].device
     load((name, noise(name, *kind, device)) for name, kind in tensors.items())
@@ -43,7 +44,7 @@ def unfaithful(model: torch.nn.Module, load: Loader, refresh: Callable[[], None]
                 made, values = part.name, noise(part.name, *tensors[part.name], device)
             box = values[tuple(slice(*span) for span in part.box)]
             part.values(slots[position], offset).copy_(box)
-        routes.apply(position)
+        routes.apply(position, arrivals[position])
     refresh()
     differing = [name for name, found in fingerprints(model).items() if expected.get(name) != found]
     owners = _owners(model, routes.traced, direct)

@@ -15,14 +15,15 @@ from typing import Any, Callable, Collection, Optional, Sequence
 import torch
 import torch.distributed as dist
 
+from .announced import Announced
 from .base import Base
 from .checksum import add, checksums
-from .links import LinkError, failed_key, finish_stream, open_store
+from .links import Lent, LinkError, failed_key, finish_stream, open_store
 from .proof import fingerprints, unfaithful
-from .routes import Routes, misfits
+from .routes import Arrival, Routes, misfits
 from .trace import Loader, Traced, TraceError, trace
-from .transfer import Connections, transfer
-from .transports import TRANSPORTS
+from .transfer import Connections, Incoming
+from .transports import LENDING, TRANSPORTS
 from .wire import Bucket, Holding, Plan, Shape, SyncRequest, ready_key, sums_key
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,28 @@ class Refused(RuntimeError):
 @dataclass
 class _Prepared:
     """A plan that was taken on: what of it this worker receives, where, and how it is put in place. ring: memory of
-    its own; bucket i lies in ring[i mod len(ring)]. proven: its shards have been compared with the loader. base: what
+    its own; bucket i lies in ring[i mod len(ring)]. Where buckets can be borrowed from their senders instead there is
+    none, and no slots and arrivals. proven: its shards have been compared with the loader. base: what
     changes are applied to, if changes are to come."""
 
     plan: Plan
     buckets: tuple[Bucket, ...]
+    buffers: int
+    lent: bool
     ring: list[torch.Tensor]
     slots: list[torch.Tensor]
+    arrivals: list[Arrival]
     routes: Routes
     proven: bool
     base: Optional[Base]
+
+    def arrival(self, position: int, lent: Lent) -> Arrival:
+        """What is to be done with a bucket where its sender has it: made once for each place of its ring."""
+        key = position, lent.flat.storage_offset()
+        if key not in lent.made:
+            flat = lent.flat.view(self.buckets[position].torch_dtype)
+            lent.made[key] = self.routes.arrival(position, flat)
+        return lent.made[key]
 
 
 class Receiver:
@@ -76,6 +89,7 @@ class Receiver:
         self.link: Optional[str] = None
         self.connections: Optional[Connections] = None
         self.store: Optional[dist.Store] = None
+        self.announced: Optional[Announced] = None
 
     def prepare(self, request: SyncRequest) -> dict[str, Any]:
         """Take on the request's plan: trace it through the loader, writing nothing.
@@ -113,8 +127,8 @@ class Receiver:
             self.dirty, self.held = True, None
             own = self.prepared
             own.routes.staging.clear()
-            wrong = unfaithful(self.model, self.load, self.refresh, self.tensors, own.buckets, own.slots, own.routes,
-                               own.plan.direct)
+            wrong = unfaithful(self.model, self.load, self.refresh, self.tensors, own.buckets, own.slots,
+                               own.arrivals, own.routes, own.plan.direct)
             own.proven = not wrong
         return {"not_sharded": {name: f"worker {self.worker}: {why}" for name, why in wrong.items()}}
 
@@ -131,9 +145,9 @@ class Receiver:
             raise Refused(f"changes since push {request.base} are of no use: push {self.held} is in place")
         deadline = time.monotonic() + request.deadline_s
         try:
-            self._connect(request, deadline)
+            incoming = self._begun(request, deadline)
             self.dirty, self.held, self.accepted = True, None, request.version
-            reply: dict[str, Any] = self._transfer(request, deadline)
+            reply: dict[str, Any] = self._put_in_place(incoming, fill=request.base is None)
             if self.store.check([failed_key(request.link)]):
                 raise LinkError(f"link {request.link}: a peer gave it up")
             if request.verify:
@@ -146,6 +160,8 @@ class Receiver:
             self.close()
             raise
         self.dirty, self.held = False, request.push
+        if not request.delta:
+            self.announced.listen(after=request.push)
         return reply
 
     def forget(self) -> None:
@@ -166,9 +182,11 @@ class Receiver:
 
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""
+        if self.announced is not None:
+            self.announced.close()
         if self.connections is not None:
             self.connections.close()
-        self.connections, self.link, self.store = None, None, None
+        self.connections, self.link, self.store, self.announced = None, None, None, None
 
     def _check(self, request: SyncRequest) -> None:
         mine = (self.run_id, self.engine, self.incarnation)
@@ -186,56 +204,85 @@ class Receiver:
 
     def _take_on(self, plan: Plan, request: SyncRequest) -> None:
         """Make ring and routes, unless they are there from an earlier link; the old link is of no use any more."""
-        old = self.prepared
-        same = old is not None and (plan.digest, request.buffers, request.delta) == (
-            old.plan.digest, len(old.ring), old.base is not None)
-        if not same:
+        if request.link != self.link:
             self.close()
+        old, kind = self.prepared, (plan.digest, request.buffers, request.delta, _lends(plan, request))
+        if old is None or kind != (old.plan.digest, old.buffers, old.base is not None, old.lent):
             self.prepared = old = None  # its ring goes before the new one comes
-            buckets = plan.of_worker(self.worker)
-            size = -(-max((bucket.nbytes for bucket in buckets), default=0) // 16) * 16  # fits every dtype
-            ring = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(request.buffers)]
-            slots = [ring[position % len(ring)][:bucket.nbytes].view(bucket.torch_dtype)
-                     for position, bucket in enumerate(buckets)]
-            routes = Routes(buckets, slots, self.traced, self.load)
-            base = Base(buckets, slots, self.traced) if request.delta else None
-            self.prepared = _Prepared(plan, buckets, ring, slots, routes, proven=not plan.direct, base=base)
+            self.prepared = self._make_room(plan, request)
             for name, reason in self.traced.opaque.items():
                 logger.warning("%s goes through the engine's loader: %s", name, reason)
         self.prepared_link = request.link
 
-    def _connect(self, request: SyncRequest, deadline: float) -> None:
-        """Tell the senders that we are ready, and build the link's communicators if we are to."""
+    def _make_room(self, plan: Plan, request: SyncRequest) -> _Prepared:
+        buckets, lent = plan.of_worker(self.worker), _lends(plan, request)
+        routes = Routes(buckets, self.traced, self.load)
+        ring: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        if not lent:
+            size = -(-max((bucket.nbytes for bucket in buckets), default=0) // 16) * 16  # fits every dtype
+            ring = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(request.buffers)]
+            slots = [ring[position % len(ring)][:bucket.nbytes].view(bucket.torch_dtype)
+                     for position, bucket in enumerate(buckets)]
+        arrivals = [routes.arrival(position, flat) for position, flat in enumerate(slots)]
+        base = Base(buckets, slots, self.traced) if request.delta else None
+        return _Prepared(plan, buckets, request.buffers, lent, ring, slots, arrivals, routes, not plan.direct, base)
+
+    def _begun(self, request: SyncRequest, deadline: float) -> Incoming:
+        """What receives the request's buckets: begun when it was announced, or now, over a new link if it asks for one.
+        """
         if not request.connect and request.link != self.link:
             raise LinkError(f"link {request.link} is gone; the next push builds another")
+        if request.after is not None:
+            return self.announced.take(request, deadline)
         if request.connect:
-            self.close()
-            self.store = open_store(request.store_host, request.store_port, deadline)
-        self.store.set(ready_key(request, self.worker), "1")
-        if request.connect:
-            self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
-            self.link = request.link
+            self._connect(request, deadline)
+        else:
+            self.store.set(ready_key(request, self.worker), "1")
+        return self._receive(request)
 
-    def _transfer(self, request: SyncRequest, deadline: float) -> dict[str, float]:
-        """All buckets, and then what the engine derives from them."""
-        own, joined = self.prepared, time.monotonic()
+    def _connect(self, request: SyncRequest, deadline: float) -> None:
+        """Tell the senders that we are ready, and build the link's communicators."""
+        self.close()
+        self.store = open_store(request.store_host, request.store_port, deadline)
+        self.store.set(ready_key(request, self.worker), "1")
+        self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
+        self.link = request.link
+        self.announced = Announced(open_store(request.store_host, request.store_port, deadline), request.link,
+                                   self._receive_announced)
+        self.announced.start()
+
+    def _receive_announced(self, request: SyncRequest, store: dist.Store) -> Incoming:
+        store.set(ready_key(request, self.worker), "1")
+        return self._receive(request)
+
+    def _receive(self, request: SyncRequest) -> Incoming:
+        """Receive what the senders send; nothing of it is put in place yet."""
+        own = self.prepared
+        return Incoming(own.buckets, None if own.lent else own.slots, own.buffers, self.connections,
+                        time.monotonic() + request.deadline_s)
+
+    def _put_in_place(self, incoming: Incoming, fill: bool) -> dict[str, float]:
+        """All buckets, and then what the engine derives from them.
+
+        fill: else what is filled is there, and filling would spoil the base of later buckets.
+        """
+        own = self.prepared
         own.routes.staging.clear()
 
-        fill = request.base is None  # else what is filled is there, and filling would spoil the base of later buckets
-
-        def apply(position: int) -> None:
+        def apply(position: int, lent: Optional[Lent]) -> None:
             if own.base is not None:
                 own.base.complete(position, self.connections.headers.pop(own.buckets[position].index))
-            own.routes.apply(position, fill)
+            own.routes.apply(position, own.arrivals[position] if lent is None else own.arrival(position, lent), fill)
             finish_stream(self.device)  # a slot may be received into again only when it has been read
 
-        seconds = transfer(own.buckets, own.slots, len(own.ring), self.connections, apply, deadline)
+        seconds = incoming.put_in_place(apply)
         began = time.monotonic()
         with torch.no_grad():
             self.refresh()
         finish_stream(self.device)
         ended = time.monotonic()
-        return {**seconds, "apply_s": seconds["apply_s"] + ended - began, "transfer_s": ended - joined}
+        return {**seconds, "apply_s": seconds["apply_s"] + ended - began, "transfer_s": ended - incoming.began}
 
     def _expected(self, request: SyncRequest, deadline: float) -> dict[str, Any]:
         """What all senders together have sent. LinkError when one of them does not say."""
@@ -269,6 +316,12 @@ def _holdings(traced: Traced, kinds: Optional[dict[str, tuple[Shape, torch.dtype
     for (name, home), value in zip(homes, sums, strict=True):
         found[name].append(Holding(home.lattice, value).to_wire())
     return found
+
+
+def _lends(plan: Plan, request: SyncRequest) -> bool:
+    """Whether buckets can be put in place from where their senders have them: none is cut over several workers, proven
+    with noise, or completed before it is copied."""
+    return request.transport in LENDING and not plan.gathers and not plan.direct and not request.delta
 
 
 def _text(version: tuple[int, int]) -> str:

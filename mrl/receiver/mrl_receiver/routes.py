@@ -1,8 +1,8 @@
-"""From where a tensor lives to what is copied when a bucket arrives: one `_foreach_copy_` per bucket, made once.
+"""From where a tensor lives to what is copied when a bucket arrives, worked out once for each place of arrival.
 
 A bucket brings boxes of HF tensors; the trace says which elements of a tensor live where. Their intersection is a few
-rectangles, so the copies are views of the buffer and of the parameters. What cannot be copied box by box is collected
-in staging memory until its tensors are whole.
+rectangles, so the copies (`copies.py`) are between views of the buffer and of the parameters. What cannot be copied box
+by box is collected in staging memory until its tensors are whole.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
+from .copies import Copies
 from .trace import Home, Loader, Traced
 from .wire import Bucket, Lattice, Part, Plan, overlap, row_major
 
@@ -107,32 +108,33 @@ def _inside(axes: Sequence[_Axis], corner: int, low: int, high: int) -> list[tup
 
 @dataclass
 class Route:
-    """How one bucket reaches the parameters.
+    """How one bucket reaches the parameters, wherever it has arrived.
 
-    fills: what is filled first. sources[i] (views of the buffer) are copied to targets[i] (views of parameters).
-    staged: views of the buffer that go to staging memory, with their parts. finished: groups of tensors that are whole
-    in staging memory when this bucket has been put there.
+    fills: what is filled first. finished: groups of tensors that are whole in staging memory when this bucket has been
+    put there.
     """
 
     bucket: Bucket
     fills: list[tuple[Any, tuple]] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
-    staged: list[tuple[Part, torch.Tensor]] = field(default_factory=list)
     finished: list[tuple[str, ...]] = field(default_factory=list)
 
 
+class Arrival(NamedTuple):
+    """A bucket in one place where it arrives: the copies into parameters, and the parts, with their views, that go to
+    staging memory."""
+
+    copies: Copies
+    staged: list[tuple[Part, torch.Tensor]]
+
+
 class Routes:
-    """The routes of all buckets of one worker, and the staging memory that they share.
+    """The routes of all buckets of one worker, and the staging memory that they share."""
 
-    slots: the place where each bucket arrives, a flat tensor of its dtype each.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], traced: Traced, load: Loader):
+    def __init__(self, buckets: Sequence[Bucket], traced: Traced, load: Loader):
         self.traced, self.load = traced, load
         self.staging: dict[str, torch.Tensor] = {}
-        staged = staged_names(buckets, traced)
-        self.routes = [_route(bucket, flat, traced, staged) for bucket, flat in zip(buckets, slots)]
+        self.staged = staged_names(buckets, traced)
+        self.routes = [Route(bucket) for bucket in buckets]
         filled: set[str] = set()
         last: dict[tuple[str, ...], Route] = {}
         for route in self.routes:
@@ -140,13 +142,24 @@ class Routes:
                 if name not in filled:
                     route.fills += traced.fills.get(name, [])
                     filled.add(name)
-                if name in staged:
+                if name in self.staged:
                     last[tuple(sorted(traced.together.get(name, {name})))] = route
         for group, route in last.items():
             route.finished.append(group)
 
+    def arrival(self, position: int, flat: torch.Tensor) -> Arrival:
+        """What is to be done with the bucket at `position` when it has arrived in `flat`, of its dtype."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        staged: list[tuple[Part, torch.Tensor]] = []
+        for part, offset in self.routes[position].bucket.parts:
+            if part.name in self.staged:
+                staged.append((part, part.values(flat, offset)))
+            else:
+                pairs += placed(part, flat, offset, self.traced)
+        return Arrival(Copies(pairs), staged)
+
     @torch.no_grad()
-    def apply(self, position: int, fill: bool = True) -> None:
+    def apply(self, position: int, arrival: Arrival, fill: bool = True) -> None:
         """Put the bucket at `position` into the parameters, or into staging memory.
 
         fill: write the constants that come with it, too. They are there already after a whole sync.
@@ -154,9 +167,8 @@ class Routes:
         route = self.routes[position]
         for operation, arguments in route.fills if fill else ():
             operation(*arguments)
-        if route.sources:
-            torch._foreach_copy_(route.targets, route.sources)
-        for part, view in route.staged:
+        arrival.copies.run()
+        for part, view in arrival.staged:
             if part.name not in self.staging:
                 self.staging[part.name] = torch.empty(part.shape, dtype=view.dtype, device=view.device)
             self.staging[part.name][tuple(slice(*span) for span in part.box)].copy_(view)
@@ -181,18 +193,6 @@ def staged_names(buckets: Sequence[Bucket], traced: Traced) -> set[str]:
             if any(intersect(home.lattice, part) is None for home in traced.homes.get(part.name, [])):
                 staged.add(part.name)
     return staged
-
-
-def _route(bucket: Bucket, flat: torch.Tensor, traced: Traced, staged: set[str]) -> Route:
-    route = Route(bucket)
-    for part, offset in bucket.parts:
-        if part.name in staged:
-            route.staged.append((part, part.values(flat, offset)))
-            continue
-        for source, target in placed(part, flat, offset, traced):
-            route.sources.append(source)
-            route.targets.append(target)
-    return route
 
 
 def placed(part: Part, flat: torch.Tensor, offset: int, traced: Traced) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .delta import HEADER, Header, whole
-from .links import LinkError, Meeting, Pending, Transport, finish_stream, own_stream
+from .links import (SENDER_RANK, Borrowing, Lent, LinkError, Meeting, Pending, Transport, finish_stream,
+                    own_stream)
 from .transports import connect, connect_workers
 from .wire import BROADCAST, NODE, PEERS, Bucket, Plan, Slice, SyncRequest
 
@@ -56,6 +57,15 @@ class Connections:
             self.headers[bucket.index] = [header]
             mine = mine.view(torch.uint8)[:header.nbytes]
         return self._receive(bucket, one, mine, deadline) if mine.numel() else None
+
+    def borrow(self, bucket: Bucket, deadline: float) -> Optional[Borrowing]:
+        """Begin to borrow what the only sender of a bucket has for it. None: nothing. LinkError."""
+        one, = bucket.slices
+        if not one.numel:
+            return None
+        transport, peer = (self.broadcasts[one.sender], SENDER_RANK) if bucket.mode == "broadcast" else (
+            self.peers, one.sender)
+        return transport.borrow(one.numel * bucket.torch_dtype.itemsize, peer, deadline)
 
     def join(self, bucket: Bucket, flat: torch.Tensor, deadline: float) -> None:
         """Receive the other slices from the workers of this node. LinkError."""
@@ -128,62 +138,89 @@ class _Stage(threading.Thread):
             self.done.put(error)
 
 
-def transfer(buckets: Sequence[Bucket], slots: Sequence[torch.Tensor], ring: int, connections: Connections,
-             apply: Callable[[int], None], deadline: float) -> dict[str, float]:
-    """Receive every bucket into its slot and `apply(position)` it, in order, in this thread.
+class Incoming:
+    """The buckets of one sync on their way in, received by threads from now on, before anybody puts them in place.
 
-    Slots `ring` positions apart share their memory: one is received into again only when apply has returned. The next
-    transfer is queued behind the one under way as soon as its slot is free, so that the wire never waits for a thread.
-    Returns the seconds of waiting for buckets ("receive_s") and of apply ("apply_s"). When anything fails the
-    connections are closed and the error is raised.
+    slots: by bucket, where it arrives; `ring` positions apart they share their memory: one is received into again only
+    when it has been put in place. None: buckets are borrowed from the sender, which waits for `ring` of them at a time.
+    The next transfer is queued behind the one under way as soon as its slot is free, so that the wire never waits for a
+    thread.
     """
-    free, given_up = threading.Semaphore(ring), threading.Event()
-    pending: dict[int, Optional[Pending]] = {}
-    seconds = {"receive_s": 0.0, "apply_s": 0.0}
 
-    def turns() -> Iterator[int]:
-        for position in range(len(buckets)):
-            free.acquire()
-            if given_up.is_set():
+    def __init__(self, buckets: Sequence[Bucket], slots: Optional[Sequence[torch.Tensor]], ring: int,
+                 connections: Connections, deadline: float):
+        self.buckets, self.slots, self.connections, self.deadline = buckets, slots, connections, deadline
+        self.free, self.given_up = threading.Semaphore(ring), threading.Event()
+        self.pending: dict[int, Optional[Pending | Borrowing]] = {}
+        self.lent: dict[int, Lent] = {}
+        self.began = time.monotonic()
+        stages = [_Stage(self._begin, self._turns(), connections.device)]
+        gathers = connections.neighbours is not None
+        for work in (self._arrive, self._join) if gathers else (self._arrive,):
+            stages.append(_Stage(work, _coming(stages[-1].done, len(buckets)), connections.device))
+        self.stages = stages
+        for stage in stages:
+            stage.start()
+
+    def put_in_place(self, apply: Callable[[int, Optional[Lent]], None]) -> dict[str, float]:
+        """`apply(position, what was lent)` every bucket, in order, in this thread; it returns when it has been read.
+
+        Returns the seconds of waiting for buckets ("receive_s") and of apply ("apply_s"). When anything fails the
+        connections are closed and the error is raised.
+        """
+        seconds = {"receive_s": 0.0, "apply_s": 0.0}
+        try:
+            for _ in self.buckets:
+                began = time.monotonic()
+                position = self.stages[-1].done.get()  # the threads always put something by the deadline
+                if isinstance(position, Exception):
+                    raise position
+                arrived = time.monotonic()
+                lent = self.lent.pop(position, None)
+                apply(position, lent)
+                if lent is not None:
+                    lent.give_back()
+                seconds["receive_s"] += arrived - began
+                seconds["apply_s"] += time.monotonic() - arrived
+                self.free.release()
+        except BaseException:
+            self.give_up()
+            raise
+        for stage in self.stages:
+            stage.join()
+        return seconds
+
+    def give_up(self) -> None:
+        """End the threads, and the connections: none may wait for a slot for ever, nor fill one during a later sync."""
+        self.given_up.set()
+        self.free.release()
+        self.connections.close()
+        for stage in self.stages:
+            stage.join()
+
+    def _turns(self) -> Iterator[int]:
+        for position in range(len(self.buckets)):
+            self.free.acquire()
+            if self.given_up.is_set():
                 raise LinkError("the sync was given up")
             yield position
 
-    def begin(position: int) -> None:
-        pending[position] = connections.begin(buckets[position], slots[position], deadline)
+    def _begin(self, position: int) -> None:
+        bucket = self.buckets[position]
+        if self.slots is None:
+            self.pending[position] = self.connections.borrow(bucket, self.deadline)
+        else:
+            self.pending[position] = self.connections.begin(bucket, self.slots[position], self.deadline)
 
-    def arrive(position: int) -> None:
-        if transfer := pending.pop(position):
-            transfer.wait(deadline)
+    def _arrive(self, position: int) -> None:
+        transfer = self.pending.pop(position)
+        if self.slots is None and transfer is not None:
+            self.lent[position] = transfer.wait(self.deadline)
+        elif transfer is not None:
+            transfer.wait(self.deadline)
 
-    def join(position: int) -> None:
-        connections.join(buckets[position], slots[position], deadline)
-
-    device = slots[0].device
-    stages = [_Stage(begin, turns(), device)]
-    for work in (arrive, join) if connections.neighbours is not None else (arrive,):
-        stages.append(_Stage(work, _coming(stages[-1].done, len(buckets)), device))
-    for stage in stages:
-        stage.start()
-    try:
-        for _ in buckets:
-            began = time.monotonic()
-            position = stages[-1].done.get()  # the threads always put something by the deadline
-            if isinstance(position, Exception):
-                raise position
-            arrived = time.monotonic()
-            apply(position)
-            seconds["receive_s"] += arrived - began
-            seconds["apply_s"] += time.monotonic() - arrived
-            free.release()
-    except BaseException:  # no thread may wait for a slot for ever, nor fill one during a later sync
-        given_up.set()
-        free.release()
-        connections.close()
-        raise
-    finally:
-        for stage in stages:
-            stage.join()
-    return seconds
+    def _join(self, position: int) -> None:
+        self.connections.join(self.buckets[position], self.slots[position], self.deadline)
 
 
 def _coming(done: queue.Queue, count: int) -> Iterator[int | Exception]:

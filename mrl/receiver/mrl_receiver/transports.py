@@ -11,6 +11,7 @@ from .nccl import NcclTransport
 
 TRANSPORTS = {"gloo": GlooTransport, "nccl": NcclTransport, "cuda_ipc": CudaIpcTransport, "disk": DiskTransport}
 GATHERING = ("gloo", "nccl")
+LENDING = ("cuda_ipc",)
 
 
 def connect(transport: str, meeting: Meeting, deadline: float) -> Transport:

@@ -298,7 +298,8 @@ class SyncRequest:
     `link` names the set of communicators to use; with `connect` they are built first, at the store at
     store_host:store_port. `plan` is given to prepare a new link, before the sync's own call, and empty in that.
     `push` numbers the sync, and with `link` names its store keys. `deadline_s` is the time from the call to the commit.
-    `incarnation` is the server start the sender has in mind. `delta`: messages are those of `delta.py`; `base` is the
+    `after`: the push before it over this link, with which it is announced; None: it is not. `incarnation` is the server
+    start the sender has in mind. `delta`: messages are those of `delta.py`; `base` is the
     push whose weights the engine must hold whole, for changes to be sent of them, None: everything comes whole.
     """
 
@@ -318,6 +319,7 @@ class SyncRequest:
     deadline_s: float
     delta: bool = False
     base: Optional[int] = None
+    after: Optional[int] = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -352,6 +354,11 @@ class Holding:
 def ready_key(request: SyncRequest, worker: int) -> str:
     """Store key that worker `worker` sets when it stands ready to receive this sync."""
     return f"{request.link}/ready/{request.push}/{worker}"
+
+
+def announced_key(link: str, after: int) -> str:
+    """Store key under which rank 0 leaves the request of the sync that follows push `after` over a link, in JSON."""
+    return f"{link}/after/{after}"
 
 
 def sums_key(request: SyncRequest, sender: int) -> str:

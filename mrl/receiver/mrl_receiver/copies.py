@@ -1,0 +1,102 @@
+"""Many copies between tensors as few: worked out once for a bucket, and repeated in every sync.
+
+A model may have 18,000 HF tensors, so that what a copy costs the host counts. Neighbours that stay neighbours become
+one copy (a stacked parameter of experts, fused projections). What remains is handed to the GPU as a whole: torch does
+many copies in one kernel if both sides of each are laid out alike, and one kernel a copy if a single one is not.
+"""
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Iterable, Iterator, NamedTuple, Optional
+
+import torch
+
+SLAB_BYTES = 64 << 10
+"""Pairs that are not contiguous are cut into contiguous ones of at least this size; smaller ones would be too many."""
+
+
+class _Run(NamedTuple):
+    """Contiguous elements of one storage."""
+
+    tensor: torch.Tensor
+    start: int
+    numel: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Run:
+        return cls(tensor, tensor.storage_offset(), tensor.numel())
+
+    def goes_on_in(self, other: _Run) -> bool:
+        same = self.tensor.untyped_storage()._cdata == other.tensor.untyped_storage()._cdata
+        return same and self.start + self.numel == other.start
+
+    def with_next(self, other: _Run) -> _Run:
+        return _Run(self.tensor, self.start, self.numel + other.numel)
+
+    @property
+    def view(self) -> torch.Tensor:
+        return self.tensor.as_strided((self.numel,), (1,), self.start)
+
+
+class Copies:
+    """Copies of every source into its target, given as pairs (source, target) of equal shapes. No two targets overlap.
+
+    The tensors' memory is what counts: whatever it holds at the time is copied.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
+        alike: dict[torch.dtype, list[tuple[_Run, _Run]]] = {}
+        self.groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # (sources, targets)
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, target in pairs:
+            slabs = _slabs(source.detach(), target.detach())
+            if slabs is None:
+                others.append((source, target))
+                continue
+            runs = alike.setdefault(source.dtype, [])
+            for one, other in slabs:
+                _append(runs, _Run.of(one), _Run.of(other))
+        for runs in alike.values():
+            self.groups.append(([source.view for source, _ in runs], [target.view for _, target in runs]))
+        if others:
+            self.groups.append(([source for source, _ in others], [target for _, target in others]))
+
+    @property
+    def count(self) -> int:
+        """Copies that are left."""
+        return sum(len(sources) for sources, _ in self.groups)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Queue all copies on the current stream."""
+        for sources, targets in self.groups:
+            torch._foreach_copy_(targets, sources)
+
+
+def _append(runs: list[tuple[_Run, _Run]], source: _Run, target: _Run) -> None:
+    if runs and runs[-1][0].goes_on_in(source) and runs[-1][1].goes_on_in(target):
+        before = runs.pop()
+        source, target = before[0].with_next(source), before[1].with_next(target)
+    runs.append((source, target))
+
+
+def _slabs(source: torch.Tensor, target: torch.Tensor) -> Optional[Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    """The pair, cut along its first dimensions, as contiguous pairs in order. None: they would be too small, or are of
+    different dtypes."""
+    if source.dtype != target.dtype:
+        return None
+    cut = max(_first_contiguous(source), _first_contiguous(target))
+    if cut and prod(source.shape[cut:]) * source.itemsize < SLAB_BYTES:
+        return None
+    return ((source[index], target[index]) for index in product(*map(range, source.shape[:cut])))
+
+
+def _first_contiguous(tensor: torch.Tensor) -> int:
+    """The first dimension from which on a tensor lies row by row without gaps."""
+    step = 1
+    for dimension in reversed(range(tensor.dim())):
+        if tensor.shape[dimension] != 1 and tensor.stride(dimension) != step:
+            return dimension + 1
+        step *= tensor.shape[dimension]
+    return 0
