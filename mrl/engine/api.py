@@ -73,6 +73,10 @@ class EngineLost(RuntimeError):
     """The engine died or hung with this request in flight (or has failed for good): ask again, elsewhere or later."""
 
 
+class EngineChanged(EngineLost):
+    """The engine is another, or none, than the one that a sync was meant for; nothing was done. Ask for its status."""
+
+
 class EngineClosed(RuntimeError):
     """The gate let nothing through: the engine holds no committed weights, or too old ones, or is about to receive
     others, or requests were aborted. Ask again later."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Callable, Coroutine, Optional, Sequence
 
 from mrl.config.schema import Experiment
-from mrl.engine.api import (Completion, EngineClosed, EngineLost, GenerateRequest, Prepared, SyncError,
-                            SyncResult, Version)
+from mrl.engine.api import (Completion, EngineChanged, EngineClosed, EngineLost, GenerateRequest, Prepared,
+                            SyncError, SyncResult, Version)
 from mrl.engine.coverage import coverage_problems, summary
 from mrl.engine.life import ServerLife
 from mrl.receiver.mrl_receiver.wire import Plan, SyncRequest
@@ -186,8 +186,8 @@ class EngineServer(ServerLife):
             raise SyncError(f"this is engine {self._index} of run {self._run_id!r}, not engine {request.engine} of "
                             f"run {request.run_id!r}")
         if self._state in ("starting", "failed") or request.incarnation != self._incarnation:
-            raise EngineLost(f"engine {self._index} is {self._state}, incarnation {self._incarnation}; the sync is for "
-                             f"incarnation {request.incarnation}")
+            raise EngineChanged(f"engine {self._index} is {self._state}, incarnation {self._incarnation}; the sync is "
+                                f"for incarnation {request.incarnation}")
         if self._held == "nothing":
             raise SyncError(f"engine {self._index} is asleep: its weights have no memory, and must be woken first")
         if version < self._floor or version == self._version:

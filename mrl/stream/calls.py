@@ -11,9 +11,9 @@ from typing import Callable, Iterable, Optional
 import torch.distributed as dist
 
 from mrl.config.schema import Sync
-from mrl.engine.api import EngineStatus, SyncResult, Version
+from mrl.engine.api import EngineChanged, EngineLost, EngineStatus, SyncError, SyncResult, Version
 from mrl.receiver.mrl_receiver.links import failed_key
-from mrl.receiver.mrl_receiver.wire import SyncRequest, ready_key, sums_key
+from mrl.receiver.mrl_receiver.wire import SyncRequest, announced_key, ready_key, sums_key
 from mrl.reshard.plan import SyncPlan
 from mrl.stream.links import START_SHARE, Target
 
@@ -36,7 +36,8 @@ class _Known:
 
 @dataclass
 class Round:
-    """What rank 0 knows of the push under way; `errors` and `absent` as in PushReport, None: it serves the version."""
+    """What rank 0 knows of the push under way; `errors`, `absent` and `again` as in PushReport. believed: the engines
+    have not been asked whether they are as they were."""
 
     number: int
     version: Version
@@ -45,6 +46,8 @@ class Round:
     results: dict[int, SyncResult] = field(default_factory=dict)
     errors: dict[int, Optional[str]] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)
+    again: list[int] = field(default_factory=list)
+    believed: bool = False
 
 
 class EngineCalls:
@@ -62,6 +65,20 @@ class EngineCalls:
         self.first_syncs = 2 if settings.delta else 1  # are verified: the first whole one, and the first of changes
         self.name = uuid.uuid4().hex[:8]  # an engine must not take the links of a restarted gang for its old ones
 
+    def believe(self, number: int, version: Version, engines: Optional[Iterable[int]], plan: SyncPlan
+                ) -> Optional[Round]:
+        """The round to begin without a question, if all these engines were left with a link that works.
+
+        One that has changed since refuses, and is in `again` in the end.
+        """
+        wanted = self._wanted(engines)
+        if self.settings.delta or any(self.known[index].link is None for index in wanted):
+            return None  # what changes are applied to, an engine must say
+        push = Round(number, version, believed=True)
+        push.targets = [Target(self._request(push, index, after=self.known[index].held), plan.engine_layout.world)
+                        for index in wanted]
+        return push
+
     def begin(self, number: int, version: Version, engines: Optional[Iterable[int]], plan: SyncPlan,
               exclude: Callable[[dict[str, str]], SyncPlan]) -> Round:
         """Find the engines that can take part, and let those with a new link prepare for the plan.
@@ -70,36 +87,43 @@ class EngineCalls:
         called when an engine cannot take them so; then every engine gets a new link, because all have the same plan.
         """
         push = Round(number, version)
-        statuses = self._up(push, range(len(self.engines)) if engines is None else engines, plan)
+        statuses = self._up(push, self._wanted(engines), plan)
         deadline = time.monotonic() + START_SHARE * self.settings.timeout_s
-        requests = {index: self._request(push, status) for index, status in statuses.items()}
+        requests = self._requests(push, statuses)
         while unfit := self._prepare(push, requests, plan, deadline):
             plan = exclude(unfit)
             for known in self.known:
                 known.link, known.syncs = None, 0
-            requests = {index: self._request(push, statuses[index]) for index in requests}
+            requests = self._requests(push, {index: statuses[index] for index in requests})
         push.targets = [Target(request, plan.engine_layout.world) for request in requests.values()]
         return push
 
     def start(self, push: Round) -> None:
-        """Call receive() on every target. The other ranks know of the push by now."""
+        """Announce the sync to the workers that wait for it, and call receive() on every target."""
         for target in push.targets:
             request = target.request
+            if request.after is not None:
+                self.signals.set(announced_key(request.link, request.after), request.to_json())
             future = push.futures[request.engine] = self.engines[request.engine].receive.remote(request).future()
             future.add_done_callback(lambda done, link=request.link: self._spread_failure(link, done))
 
     def conclude(self, push: Round, lost: Callable[[int], list[str]], deadline: float) -> None:
         """Wait for the engines, and judge. lost: why senders gave up the link to an engine."""
-        for index, future in push.futures.items():
+        for target in push.targets:
+            index = target.request.engine
             try:
-                push.results[index] = future.result(max(0.0, deadline - time.monotonic()))
+                push.results[index] = push.futures[index].result(max(0.0, deadline - time.monotonic()))
                 push.errors[index] = None
                 self.known[index].syncs += 1
                 self.known[index].held = push.number
                 if lost(index):  # a sender that has given up its end cannot send over this link again
                     self.known[index].link = None
             except Exception as error:
-                self._failed(push, index, "; ".join(dict.fromkeys([words(error), *lost(index)])))
+                if push.believed and _was_not_reached(error):
+                    self.known[index].link = None
+                    push.again.append(index)
+                else:
+                    self._failed(push, index, "; ".join(dict.fromkeys([words(error), *lost(index)])))
 
     def keys(self, push: Round, plan: SyncPlan) -> list[str]:
         """The store keys that links leave behind."""
@@ -107,6 +131,8 @@ class EngineCalls:
         for target in push.targets:
             request = target.request
             keys += [failed_key(request.link), *(ready_key(request, worker) for worker in range(target.workers))]
+            if request.after is not None:
+                keys.append(announced_key(request.link, request.after))
             if request.verify:
                 keys += [sums_key(request, sender) for sender in range(len(plan.senders(request.engine)))]
         return keys
@@ -130,21 +156,33 @@ class EngineCalls:
                 found[index] = status
         return found
 
-    def _request(self, push: Round, status: EngineStatus) -> SyncRequest:
-        """The request for one engine, without the plan."""
-        known, every = self.known[status.index], self.settings.verify_every
-        if known.incarnation != status.incarnation:
-            known.incarnation, known.syncs, known.link = status.incarnation, 0, None
-        connecting = known.link is None
-        if connecting:
-            known.link, known.held = f"{self.name}/{push.number}/{status.index}", None
+    def _wanted(self, engines: Optional[Iterable[int]]) -> list[int]:
+        return [*(range(len(self.engines)) if engines is None else engines)]
+
+    def _requests(self, push: Round, statuses: dict[int, EngineStatus]) -> dict[int, SyncRequest]:
+        """The request for each engine, without the plan, over a new link where there is none that works."""
+        requests = {}
+        for index, status in statuses.items():
+            known = self.known[index]
+            if known.incarnation != status.incarnation:
+                known.incarnation, known.syncs, known.link = status.incarnation, 0, None
+            connecting = known.link is None
+            if connecting:
+                known.link, known.held = f"{self.name}/{push.number}/{index}", None
+            base = known.held if status.state == "serving" else None  # one that slept has forgotten what it held
+            after = None if self.settings.delta else known.held
+            requests[index] = self._request(push, index, connect=connecting, base=base, after=after)
+        return requests
+
+    def _request(self, push: Round, index: int, connect: bool = False, base: Optional[int] = None,
+                 after: Optional[int] = None) -> SyncRequest:
+        known, every = self.known[index], self.settings.verify_every
         return SyncRequest(
-            run_id=self.run_id, engine=status.index, incarnation=status.incarnation, version=tuple(push.version),
-            push=push.number, link=known.link, connect=connecting, store_host=self.host, store_port=self.port,
+            run_id=self.run_id, engine=index, incarnation=known.incarnation, version=tuple(push.version),
+            push=push.number, link=known.link, connect=connect, store_host=self.host, store_port=self.port,
             plan={}, buffers=self.settings.buffers, transport=self.transport,
             verify=known.syncs < self.first_syncs or (every > 0 and known.syncs % every == 0),
-            deadline_s=self.settings.timeout_s, delta=self.settings.delta,
-            base=known.held if status.state == "serving" else None)  # one that slept has forgotten what it held
+            deadline_s=self.settings.timeout_s, delta=self.settings.delta, base=base, after=after)
 
     def _prepare(self, push: Round, requests: dict[int, SyncRequest], plan: SyncPlan, deadline: float
                  ) -> dict[str, str]:
@@ -174,6 +212,12 @@ class EngineCalls:
         """Tell senders that still wait for an engine, before or during the transfer, that it will not come."""
         if future.cancelled() or future.exception() is not None:
             self.signals.set(failed_key(link), "1")
+
+
+def _was_not_reached(error: Exception) -> bool:
+    """Whether the engine a sync was meant for is not there any more, or its gate, so that it knows nothing of it."""
+    cause = getattr(error, "cause", None) or error
+    return isinstance(cause, EngineChanged) or not isinstance(cause, (SyncError, EngineLost, TimeoutError))
 
 
 def words(error: Exception) -> str:

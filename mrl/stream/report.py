@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Optional
 
 
@@ -36,7 +36,7 @@ class PushReport:
     errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
     could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
     succeeded in this push had its checksums compared. unverified: HF tensors that could not be, because the engine's
-    loader transforms them.
+    loader transforms them. again: engines that were not what they had been taken for; in no report that push returns.
     """
 
     version: str
@@ -52,11 +52,23 @@ class PushReport:
     absent: dict[int, str]
     verified: bool
     unverified: tuple[str, ...] = ()
+    again: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether every engine asked now serves the version."""
-        return not self.absent and not any(self.errors.values())
+        return not (self.absent or self.again or any(self.errors.values()))
+
+    def followed_by(self, other: PushReport) -> PushReport:
+        """Both as one report: `other` is about the engines in `again`."""
+        rounds = [one for one in (self, other) if None in one.errors.values()]
+        longest = {name: max(getattr(self, name), getattr(other, name))
+                   for name in ("gather_s", "send_s", "load_s", "transfer_s")}
+        return replace(
+            other, **longest, seconds=self.seconds + other.seconds, bytes=self.bytes + other.bytes,
+            errors=self.errors | other.errors, absent=self.absent | other.absent,
+            verified=bool(rounds) and all(one.verified for one in rounds),
+            unverified=tuple(sorted({*self.unverified, *other.unverified})))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,4 +78,5 @@ class PushReport:
         fields = json.loads(text)
         by_engine = {name: {int(engine): text for engine, text in fields[name].items()}
                      for name in ("errors", "absent")}
-        return cls(**{**fields, **by_engine, "unverified": tuple(fields["unverified"])})
+        return cls(**{**fields, **by_engine, "unverified": tuple(fields["unverified"]),
+                      "again": tuple(fields["again"])})

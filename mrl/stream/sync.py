@@ -63,17 +63,29 @@ class WeightSync:
         Collective over the trainer ranks. An engine that fails is in the report's errors, and one that is not up in
         its absent; it does not disturb the others, and a later push may succeed. Raises when a trainer rank is gone.
         """
+        report = self._round(version, engines, believing=True)
+        if report.again:
+            report = report.followed_by(self._round(version, [*report.again], believing=False))
+        return report
+
+    def close(self) -> None:
+        """Give up this rank's links; the engines go on serving what they have. The last call, in any state, even twice.
+
+        Not collective. Rank 0 must outlive the others' last push all the same, because it serves the store.
+        """
+        self.links.close()
+        if self.rank == 0:
+            self._discard()
+
+    def _round(self, version: Version, engines: Optional[list[int]], believing: bool) -> PushReport:
+        """A push to engines as they were last seen (`believing`), if all of them were left with a link that works; else
+        to those that are up, which rank 0 asks first. Collective."""
         began, number = time.monotonic(), self.pushes
         self.pushes += 1
         current: Optional[Round] = None
         if self.calls is not None:
-            self._sweep()
-            current = self.calls.begin(number, version, engines, self.plan, self._exclude)
+            current = self._begin(number, version, engines, believing)
             targets = current.targets
-            self.store.set(_key(number, "targets"), json.dumps({
-                "targets": [asdict(target) for target in targets],
-                "not_sharded": sorted(self.plan.options.not_sharded)}))
-            self.calls.start(current)
         else:
             targets = self._hear_targets(number)
         reached = frozenset(target.request.engine for target in targets)
@@ -90,16 +102,18 @@ class WeightSync:
         self.store.add(_key(number, "heard"), 1)
         return report
 
-    def close(self) -> None:
-        """Give up this rank's links; the engines go on serving what they have. The last call, in any state, even twice.
-
-        Not collective. Rank 0 must outlive the others' last push all the same, because it serves the store.
-        """
-        self.links.close()
-        if self.rank == 0:
-            self._discard()
-
     # -- rank 0
+
+    def _begin(self, number: int, version: Version, engines: Optional[list[int]], believing: bool) -> Round:
+        """Have the engines begin, and tell the other ranks."""
+        current = self.calls.believe(number, version, engines, self.plan) if believing else None
+        if current is None:
+            current = self.calls.begin(number, version, engines, self.plan, self._exclude)
+        self.calls.start(current)
+        self.store.set(_key(number, "targets"), json.dumps({
+            "targets": [asdict(target) for target in current.targets],
+            "not_sharded": sorted(self.plan.options.not_sharded)}))
+        return current
 
     def _discard(self, part: str = "") -> None:
         """Remove the files of the disk transport, or a part of them."""
@@ -115,6 +129,7 @@ class WeightSync:
 
     def _conclude(self, push: Round, ranks: frozenset[int], began: float) -> PushReport:
         """Wait for the senders and the engines, and judge."""
+        self._sweep()  # while the engines' last words are on their way
         sent = [Sent.from_json(self._hear(_key(push.number, f"sent/{rank}"))) for rank in sorted(ranks)]
         self.calls.conclude(push, lambda engine: [part.errors[engine] for part in sent if engine in part.errors],
                             time.monotonic() + self.settings.timeout_s + MARGIN_S)
@@ -130,7 +145,7 @@ class WeightSync:
             load_s=max((result.apply_s for result in results), default=0.0),
             transfer_s=max((result.transfer_s for result in results), default=0.0),
             bytes=sum(part.bytes for part in sent), sent_fraction=_fraction(sent),
-            errors=push.errors, absent=push.absent,
+            errors=push.errors, absent=push.absent, again=tuple(push.again),
             verified=bool(results) and all(result.verified for result in results),
             unverified=tuple(sorted({name for result in results for name in result.unverified})))
 

@@ -119,11 +119,13 @@ def _read_header(numbers: torch.Tensor, bucket: Bucket, one: Slice) -> Header:
 
 
 class _Stage(threading.Thread):
-    """Does its work on every position that comes, and hands it on; an error is handed on in its place."""
+    """Does its work on every position that comes, and hands it on; an error, upon which `fail` is called, in its place.
+    """
 
-    def __init__(self, work: Callable[[int], None], coming: Iterable[int | Exception], device: torch.device):
+    def __init__(self, work: Callable[[int], None], coming: Iterable[int | Exception], device: torch.device,
+                 fail: Callable[[], None]):
         super().__init__(name="mrl-receive", daemon=True)
-        self.work, self.coming, self.device = work, coming, device
+        self.work, self.coming, self.device, self.fail = work, coming, device, fail
         self.done: queue.Queue[int | Exception] = queue.Queue()
 
     def run(self) -> None:
@@ -135,6 +137,7 @@ class _Stage(threading.Thread):
                     self.work(position)
                     self.done.put(position)
         except Exception as error:
+            self.fail()
             self.done.put(error)
 
 
@@ -150,14 +153,14 @@ class Incoming:
     def __init__(self, buckets: Sequence[Bucket], slots: Optional[Sequence[torch.Tensor]], ring: int,
                  connections: Connections, deadline: float):
         self.buckets, self.slots, self.connections, self.deadline = buckets, slots, connections, deadline
-        self.free, self.given_up = threading.Semaphore(ring), threading.Event()
+        self.free, self.given_up, self.closing = threading.Semaphore(ring), threading.Event(), threading.Lock()
         self.pending: dict[int, Optional[Pending | Borrowing]] = {}
         self.lent: dict[int, Lent] = {}
         self.began = time.monotonic()
-        stages = [_Stage(self._begin, self._turns(), connections.device)]
+        stages = [_Stage(self._begin, self._turns(), connections.device, self._abandon)]
         gathers = connections.neighbours is not None
         for work in (self._arrive, self._join) if gathers else (self._arrive,):
-            stages.append(_Stage(work, _coming(stages[-1].done, len(buckets)), connections.device))
+            stages.append(_Stage(work, _coming(stages[-1].done, len(buckets)), connections.device, self._abandon))
         self.stages = stages
         for stage in stages:
             stage.start()
@@ -192,11 +195,16 @@ class Incoming:
 
     def give_up(self) -> None:
         """End the threads, and the connections: none may wait for a slot for ever, nor fill one during a later sync."""
-        self.given_up.set()
-        self.free.release()
-        self.connections.close()
+        self._abandon()
         for stage in self.stages:
             stage.join()
+
+    def _abandon(self) -> None:
+        """At once, as nobody may have asked for the buckets yet: a transfer that waits for a peer keeps a GPU busy."""
+        self.given_up.set()
+        self.free.release()
+        with self.closing:
+            self.connections.close()
 
     def _turns(self) -> Iterator[int]:
         for position in range(len(self.buckets)):
