@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
 
-from mrl.receiver.mrl_receiver.links import Label, Pending, Transport
+from mrl.receiver.mrl_receiver.links import Borrowing, Label, Lent, Pending, Transport
 from mrl.receiver.mrl_receiver import transports
 
 GARBAGE = 0xFF
@@ -20,7 +21,7 @@ def poison(flat: torch.Tensor) -> None:
 class PoisonTransport:
     """Sender: a buffer turns to garbage when the last transfer out of it that has begun is acknowledged, over
     whichever transport of the same `ledger`; begin all transfers of a buffer before the first is waited for.
-    Receiver: a buffer turns to garbage when it is given back to be received into.
+    Receiver: a buffer turns to garbage when it is given back to be received into, or to the sender that lent it.
     """
 
     def __init__(self, inner: Transport, ledger: Counter, rank: int, world_size: int):
@@ -38,6 +39,9 @@ class PoisonTransport:
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> Pending:
         poison(flat)
         return self.inner.receive(flat, peer, deadline)
+
+    def borrow(self, nbytes: int, peer: int, deadline: float) -> Borrowing:
+        return _PoisonBorrowing(self.inner.borrow(nbytes, peer, deadline))
 
     def all_gather(self, flat: torch.Tensor, deadline: float) -> Pending:
         for index, each in enumerate(flat.chunk(self.world_size)):
@@ -64,6 +68,23 @@ class _Poisoning:
             self.ledger[self.flat.data_ptr()] -= 1
         if not self.ledger[self.flat.data_ptr()]:
             poison(self.flat)
+
+
+@dataclass
+class _PoisonBorrowing:
+    inner: Borrowing
+
+    def wait(self, deadline: float) -> _PoisonLent:
+        return _PoisonLent(self.inner.wait(deadline))
+
+
+class _PoisonLent:
+    def __init__(self, inner: Lent):
+        self.inner, self.flat, self.made = inner, inner.flat, inner.made
+
+    def give_back(self) -> None:
+        poison(self.flat)
+        self.inner.give_back()
 
 
 def poison_transport(monkeypatch, name: str) -> None:

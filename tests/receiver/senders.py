@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from mrl.receiver.mrl_receiver.delta import pack, whole
 from mrl.receiver.mrl_receiver.links import Meeting, Transport, open_store
 from mrl.receiver.mrl_receiver.receive import Receiver
 from mrl.receiver.mrl_receiver.transports import connect
-from mrl.receiver.mrl_receiver.wire import BROADCAST, PEERS, Plan, SyncRequest, ready_key, sums_key
+from mrl.receiver.mrl_receiver.wire import BROADCAST, PEERS, Plan, SyncRequest, announced_key, ready_key, sums_key
 from tests.receiver.toy import flat_of, sums_of
 
 
@@ -25,7 +25,9 @@ class Senders:
         self.wire, self.plan, self.transport = wire, Plan.from_wire(wire), transport
         self.broadcasts: dict[int, Transport] = {}
         self.peers: list[Transport] = []
+        self.flat_of = flat_of
         self.links, self.connected = 0, False
+        self.last: Optional[int] = None  # the push before over this link
         self.sent: dict[tuple[int, int], torch.Tensor] = {}  # by bucket and slice, for requests with delta
         self.kinds: list[int] = []  # of the messages of the last one
 
@@ -34,11 +36,14 @@ class Senders:
         request = SyncRequest(
             run_id="run", engine=0, incarnation=1, version=(0, step), push=step, link=f"link/{self.links}",
             connect=not self.connected, store_host="127.0.0.1", store_port=self.store.port, plan=self.wire, buffers=2,
-            transport=self.transport, verify=False, deadline_s=300.0)
-        return replace(request, **changes)
+            transport=self.transport, verify=False, deadline_s=300.0, after=self.last)
+        return replace(request, **changes, **({"after": None} if changes.get("delta") else {}))
 
     def connect(self, request: SyncRequest) -> None:
+        if request.after is not None:
+            self.store.set(announced_key(request.link, request.after), request.to_json())
         self.store.wait([ready_key(request, worker) for worker in range(self.plan.workers)])
+        self.last = None if request.delta else request.push
         if self.connected:
             return
         self.connected = True
@@ -63,7 +68,7 @@ class Senders:
         for bucket in self.plan.buckets[:count]:
             pending = []
             for place, one in enumerate(bucket.slices):
-                flat = flat_of(one, values, bucket.torch_dtype)
+                flat = self.flat_of(one, values, bucket.torch_dtype)
                 messages = self.message((bucket.index, place), flat, request) if request.delta else [flat]
                 for message in messages if one.numel else ():
                     if bucket.mode == "broadcast":
@@ -90,7 +95,7 @@ class Senders:
     def hang_up(self) -> None:
         for transport in [*self.broadcasts.values(), *self.peers]:
             transport.close()
-        self.links, self.connected = self.links + 1, False
+        self.links, self.connected, self.last = self.links + 1, False, None
 
 
 def receive(receivers: Sequence[Receiver], request: SyncRequest) -> tuple[list[threading.Thread], list]:

@@ -5,9 +5,11 @@ parameters are not touched before the call is there, behind a closed gate.
 """
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Callable, Optional
 
@@ -17,35 +19,41 @@ from .links import LinkError
 from .transfer import Incoming
 from .wire import SyncRequest, announced_key
 
-LISTEN_S = 5.0
-"""How long a thread that is not needed any more may go on waiting."""
+GIVEN_UP = "given up"
+"""In the place of an announcement: none will come over this link."""
+LISTEN = timedelta(days=1)
+"""torch's store writes a warning for each wait that is over in vain."""
+END_S = 2.0
 
 
 class Announced(threading.Thread):
     """Waits, in a thread that lives as long as `link`, for each next sync over it to be announced, and begins it.
 
-    store: a connection to the weight store that nobody else uses. begin: says that we are ready, by that connection,
-    and starts to receive.
+    listening, speaking: two connections to the weight store; nobody else uses the first. begin: says that we are ready,
+    by the first, and starts to receive.
     """
 
-    def __init__(self, store: dist.Store, link: str, begin: Callable[[SyncRequest, dist.Store], Incoming]):
+    def __init__(self, listening: dist.Store, speaking: dist.Store, link: str,
+                 begin: Callable[[SyncRequest, dist.Store], Incoming]):
         super().__init__(name="mrl-announced", daemon=True)
-        self.store, self.link, self.begin = store, link, begin
-        self.turns: queue.Queue[Optional[int]] = queue.Queue()
+        self.listening, self.speaking, self.link, self.begin = listening, speaking, link, begin
+        self.turns: queue.Queue[Optional[str]] = queue.Queue()
         self.found: queue.Queue[tuple[int, Incoming] | Exception] = queue.Queue()
-        self.lock, self.closed = threading.Lock(), False
+        self.lock, self.key, self.closed = threading.Lock(), None, False
+        atexit.register(self.close)  # a thread within the store would abort an interpreter that ends
 
     def listen(self, after: int) -> None:
         """Begin the sync that follows push `after`, when it comes."""
-        self.turns.put(after)
+        self.key = announced_key(self.link, after)
+        self.turns.put(self.key)
 
     def run(self) -> None:
         try:
-            while (after := self.turns.get()) is not None and self._came(key := announced_key(self.link, after)):
-                request = SyncRequest.from_json(self.store.get(key))
+            while (key := self.turns.get()) is not None and (said := self._hear(key)) != GIVEN_UP:
+                request = SyncRequest.from_json(said)
                 with self.lock:
                     if not self.closed:
-                        self.found.put((request.push, self.begin(request, self.store)))
+                        self.found.put((request.push, self.begin(request, self.listening)))
         except Exception as error:  # the store is gone with the trainers, or the link is broken
             self.found.put(error)
 
@@ -64,20 +72,23 @@ class Announced(threading.Thread):
         return incoming
 
     def close(self) -> None:
-        """Give up what has begun and has not been taken; nothing begins any more."""
+        """Give up what has begun and has not been taken; nothing begins any more, and the thread ends."""
+        atexit.unregister(self.close)
         with self.lock:
             self.closed = True
-            self.turns.put(None)
             while not self.found.empty():
                 if isinstance(found := self.found.get(), tuple):
                     found[1].give_up()
+        self.turns.put(None)
+        if self.key is not None:
+            with suppress(RuntimeError):  # without the store the thread ends by itself
+                self.speaking.set(self.key, GIVEN_UP)
+        self.join(END_S)
 
-    def _came(self, key: str) -> bool:
-        """Whether the key was set before we were closed."""
-        while not self.closed:
+    def _hear(self, key: str) -> str:
+        while True:
             try:
-                self.store.wait([key], timedelta(seconds=LISTEN_S))
-                return True
+                self.listening.wait([key], LISTEN)
+                return self.listening.get(key).decode()
             except dist.DistStoreError:  # not yet
                 continue
-        return False

@@ -248,8 +248,8 @@ class Receiver:
         self.store.set(ready_key(request, self.worker), "1")
         self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
         self.link = request.link
-        self.announced = Announced(open_store(request.store_host, request.store_port, deadline), request.link,
-                                   self._receive_announced)
+        listening = open_store(request.store_host, request.store_port, deadline)
+        self.announced = Announced(listening, self.store, request.link, self._receive_announced)
         self.announced.start()
 
     def _receive_announced(self, request: SyncRequest, store: dist.Store) -> Incoming:
