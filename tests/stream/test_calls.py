@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from mrl.engine.api import EngineLost, EngineStatus, Prepared, SyncResult, Version
+from mrl.engine.api import EngineChanged, EngineLost, EngineStatus, Prepared, SyncError, SyncResult, Version
 from mrl.receiver.mrl_receiver.links import failed_key
+from mrl.receiver.mrl_receiver.wire import SyncRequest, announced_key
 from mrl.reshard import Layout
 from mrl.stream.calls import EngineCalls
 from mrl.stream.planning import plan_of
@@ -93,3 +94,48 @@ def test_a_new_incarnation_gets_a_new_link_and_is_verified(gang):
     gang.engine.answers["status"] = EngineStatus(0, 2, "dirty", None, 0, None, 1)
     second, _ = gang.push()
     assert second.connect and second.verify and second.link != first.link and second.incarnation == 2
+
+
+def believing(gang):
+    """(request, round) of a push that asks nothing first."""
+    gang.number += 1
+    push = gang.calls.believe(gang.number, Version(0, gang.number), None, gang.plan)
+    gang.calls.start(push)
+    gang.calls.conclude(push, lambda _: [], deadline=0.0)
+    return push.targets[0].request, push
+
+
+def test_engines_with_a_link_that_works_are_not_asked_and_the_push_is_announced(gang):
+    assert gang.calls.believe(1, Version(0, 1), None, gang.plan) is None
+    first, _ = gang.push()
+    gang.engine.answers["status"] = RuntimeError("it was asked")
+    request, push = believing(gang)
+    assert (request.link, request.after, request.connect, push.errors) == (first.link, first.push, False, {0: None})
+    assert SyncRequest.from_json(gang.store.get(announced_key(first.link, first.push)).decode()) == request
+    following, _ = believing(gang)
+    assert following.after == request.push
+
+
+@pytest.mark.parametrize("error", [EngineChanged("incarnation 2"), RuntimeError("the actor has died")])
+def test_an_engine_that_has_changed_is_to_be_asked_and_gets_a_new_link(gang, error):
+    first, _ = gang.push()
+    gang.engine.answers["receive"] = error
+    _, push = believing(gang)
+    assert push.again == [0] and not push.errors and gang.calls.believe(9, Version(0, 9), None, gang.plan) is None
+    gang.engine.answers["receive"] = SyncResult(True, 0.0, 0.0, 0.0, 0.0)
+    request, _ = gang.push()
+    assert request.connect and request.link != first.link
+
+
+@pytest.mark.parametrize("error", [EngineLost("it died"), SyncError("refused")])
+def test_an_engine_that_fails_in_a_push_is_no_other_one(gang, error):
+    gang.push()
+    gang.engine.answers["receive"] = error
+    _, push = believing(gang)
+    assert push.errors == {0: str(error)} and not push.again
+
+
+def test_what_changes_are_applied_to_is_asked_for(gang):
+    gang.calls.settings = gang.calls.settings.model_copy(update={"delta": True})
+    gang.push()
+    assert gang.calls.believe(2, Version(0, 2), None, gang.plan) is None

@@ -15,7 +15,7 @@ from typing import Callable, Optional
 
 import torch.distributed as dist
 
-from .links import LinkError
+from .links import LinkError, failed_key
 from .transfer import Incoming
 from .wire import SyncRequest, announced_key
 
@@ -23,6 +23,7 @@ GIVEN_UP = "given up"
 """In the place of an announcement: none will come over this link."""
 LISTEN = timedelta(days=1)
 """torch's store writes a warning for each wait that is over in vain."""
+WATCH_S = 0.2
 END_S = 2.0
 
 
@@ -39,7 +40,9 @@ class Announced(threading.Thread):
         self.listening, self.speaking, self.link, self.begin = listening, speaking, link, begin
         self.turns: queue.Queue[Optional[str]] = queue.Queue()
         self.found: queue.Queue[tuple[int, Incoming] | Exception] = queue.Queue()
-        self.lock, self.key, self.closed = threading.Lock(), None, False
+        self.taken = threading.Event()
+        self.lock, self.closed = threading.Lock(), False
+        self.key: Optional[str] = None  # what is waited for
         atexit.register(self.close)  # a thread within the store would abort an interpreter that ends
 
     def listen(self, after: int) -> None:
@@ -52,8 +55,13 @@ class Announced(threading.Thread):
             while (key := self.turns.get()) is not None and (said := self._hear(key)) != GIVEN_UP:
                 request = SyncRequest.from_json(said)
                 with self.lock:
-                    if not self.closed:
-                        self.found.put((request.push, self.begin(request, self.listening)))
+                    if self.closed:
+                        return
+                    self.key = None
+                    self.taken.clear()
+                    incoming = self.begin(request, self.listening)
+                    self.found.put((request.push, incoming))
+                self._watch(incoming)
         except Exception as error:  # the store is gone with the trainers, or the link is broken
             self.found.put(error)
 
@@ -63,6 +71,7 @@ class Announced(threading.Thread):
             found = self.found.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise LinkError(f"link {request.link}: push {request.push} was not announced in time") from None
+        self.taken.set()
         if isinstance(found, Exception):
             raise LinkError(f"link {request.link}: push {request.push} could not begin: {found}") from found
         push, incoming = found
@@ -76,6 +85,7 @@ class Announced(threading.Thread):
         atexit.unregister(self.close)
         with self.lock:
             self.closed = True
+            self.taken.set()
             while not self.found.empty():
                 if isinstance(found := self.found.get(), tuple):
                     found[1].give_up()
@@ -84,6 +94,14 @@ class Announced(threading.Thread):
             with suppress(RuntimeError):  # without the store the thread ends by itself
                 self.speaking.set(self.key, GIVEN_UP)
         self.join(END_S)
+
+    def _watch(self, incoming: Incoming) -> None:
+        """Until the engine's call is there: give up when it will not come, as the gate has refused the sync. Senders
+        may be in the middle of a transfer that nobody will ever take."""
+        while not self.taken.wait(WATCH_S) and not self.closed:
+            if self.listening.check([failed_key(self.link)]):
+                incoming.give_up()
+                return
 
     def _hear(self, key: str) -> str:
         while True:
