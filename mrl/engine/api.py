@@ -106,7 +106,7 @@ class SyncResult:
     """One engine's account of a sync that was committed.
 
     Seconds are those of the slowest worker: waiting for bytes (`receive_s`), putting them in place (`apply_s`),
-    and all from the first byte to the last in place (`transfer_s`), in which these two overlap.
+    and all from when it began to receive to the last byte in place (`transfer_s`), in which these two overlap.
     `drain_s`: waiting for requests in flight. `unverified`: HF tensors whose place in the engine is not known, so that
     their checksums could not be compared; only filled in when `verified`.
     """
