@@ -6,9 +6,9 @@
 The ranks are a tensor-parallel gang with random weights (no Megatron is built: only what a sync reads). With GPUs the
 ranks have the first ones and the engine the next; with --colocated (which cuda_ipc implies) both have the same. A push
 is timed whole, from the call of the engine to its commit; the first one, which builds the link and verifies
-checksums, is not counted. Of it, "transfer" is what the engine's worker needs from when it begins to receive to the last
-byte in place; the rest are calls between processes ("control") that do not run beside it. All ways take turns, round by
-round, so that what else the machine does disturbs all of them alike. Beside mrl's:
+checksums, is not counted. Of it, "transfer" is what the engine's worker needs from when it begins to receive to the
+last byte in place; the rest are calls between processes ("control") that do not run beside it. All ways take turns,
+round by round, so that what else the machine does disturbs all of them alike. Beside mrl's:
 
     raw broadcast          the same bytes in messages of 1 GiB at most, into processes that do nothing else
     device copy            colocated, instead of it: the same bytes copied in the memory of the trainer's device

@@ -30,8 +30,9 @@ class Sent:
 class PushReport:
     """How one push went. Times in seconds: whole, slowest gathering rank, slowest sender, slowest engine worker's
     copying into its parameters and its whole transfer; what of `seconds` is not `transfer_s` are calls between
-    processes that do not run beside it, and what an engine does before and after. `bytes` were sent to all engines together, by `strategy`, the
-    `sent_fraction` of what a push of everything sends (1.0 when there was nobody to send to).
+    processes that do not run beside it, and what an engine does before and after. `bytes` were sent to all engines
+    together, by `strategy`, the `sent_fraction` of what a push of everything sends (1.0 when there was nobody to send
+    to).
 
     errors: by engine that took part, None when it now serves the version, else what failed. absent: by engine that
     could not take part, because it is starting, has failed or does not answer, why. verified: every engine that
