@@ -244,11 +244,10 @@ class Receiver:
     def _connect(self, request: SyncRequest, deadline: float) -> None:
         """Tell the senders that we are ready, and build the link's communicators."""
         self.close()
-        self.store = open_store(request.store_host, request.store_port, deadline)
-        self.store.set(ready_key(request, self.worker), "1")
+        self.store, listening = (open_store(request.store_host, request.store_port, deadline) for _ in range(2))
+        self.store.set(ready_key(request, self.worker), "1")  # from now on the trainers may be gone, and their store
         self.connections = Connections(self.prepared.plan, self.worker, request, self.store, self.device, deadline)
         self.link = request.link
-        listening = open_store(request.store_host, request.store_port, deadline)
         self.announced = Announced(listening, self.store, request.link, self._receive_announced)
         self.announced.start()
 
