@@ -99,9 +99,15 @@ class Announced(threading.Thread):
         """Until the engine's call is there: give up when it will not come, as the gate has refused the sync. Senders
         may be in the middle of a transfer that nobody will ever take."""
         while not self.taken.wait(WATCH_S) and not self.closed:
-            if self.listening.check([failed_key(self.link)]):
+            if self._failed():
                 incoming.give_up()
                 return
+
+    def _failed(self) -> bool:
+        try:
+            return self.listening.check([failed_key(self.link)])
+        except RuntimeError:  # the store is gone with the trainers
+            return True
 
     def _hear(self, key: str) -> str:
         while True:
