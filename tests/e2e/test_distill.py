@@ -43,7 +43,7 @@ def test_the_student_comes_close_to_its_teacher(distilled):
     divergence = [row["distill/reverse_kl"] for row in rows(distilled, "train")]
     assert all(row["timing/teach_sequences"] > 0 for row in rows(distilled, "train"))
     first, last = sum(divergence[:3]) / 3, sum(divergence[-3:]) / 3
-    assert first > 1 and last < 0.6 * first, divergence
+    assert first > 1 and last < 0.75 * first, divergence
 
 
 def test_the_teachers_log_probs_are_its_own(distilled, warm_start):
