@@ -11,13 +11,15 @@ def flats(numel: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(1, numel + 1).to(dtype), torch.zeros(numel, dtype=dtype)
 
 
-def test_neighbours_become_one_copy_and_others_stay_apart():
+@pytest.mark.parametrize("alone_bytes", [1 << 20, 16])
+def test_neighbours_become_one_copy_and_others_stay_apart(monkeypatch, alone_bytes):
+    monkeypatch.setattr(copies, "ALONE_BYTES", alone_bytes)
     source, target = flats(24)
     stacked = target[:18].view(3, 2, 3)  # experts' gate and up, in two tensors each on the way
     pairs = [(source[3 * i:3 * i + 3], stacked[i // 2, i % 2]) for i in range(6)]
     pairs += [(source[18:20], target[22:24]), (source[20:22], target[20:22])]
     made = Copies(pairs)
-    assert made.count == 3
+    assert made.count == 3 and len(made.alone) == (alone_bytes == 16)
     made.run()
     assert target.tolist() == [*range(1, 19), 0, 0, 21, 22, 19, 20]
     source.neg_()  # values change, memory stays

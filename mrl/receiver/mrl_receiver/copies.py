@@ -1,8 +1,9 @@
 """Many copies between tensors as few: worked out once for a bucket, and repeated in every sync.
 
 A model may have 18,000 HF tensors, so that what a copy costs the host counts. Neighbours that stay neighbours become
-one copy (a stacked parameter of experts, fused projections). What remains is handed to the GPU as a whole: torch does
-many copies in one kernel if both sides of each are laid out alike, and one kernel a copy if a single one is not.
+one copy (a stacked parameter of experts, fused projections). What remains is handed to the GPU in two ways: large
+contiguous pieces one by one, because the driver's own copy runs at the speed of the memory, and torch's kernel for many
+copies at half of that; all others as a whole, which that kernel does at once if both sides of each are laid out alike.
 """
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import torch
 
 SLAB_BYTES = 64 << 10
 """Pairs that are not contiguous are cut into contiguous ones of at least this size; smaller ones would be too many."""
+ALONE_BYTES = 1 << 20
+"""From here on a contiguous copy is made by itself: it takes the GPU as long as starting it takes the host."""
 
 
 class _Run(NamedTuple):
@@ -47,6 +50,7 @@ class Copies:
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
         alike: dict[torch.dtype, list[tuple[_Run, _Run]]] = {}
+        self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []  # (source, target)
         self.groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # (sources, targets)
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, target in pairs:
@@ -58,18 +62,25 @@ class Copies:
             for one, other in slabs:
                 _append(runs, _Run.of(one), _Run.of(other))
         for runs in alike.values():
-            self.groups.append(([source.view for source, _ in runs], [target.view for _, target in runs]))
-        if others:
-            self.groups.append(([source for source, _ in others], [target for _, target in others]))
+            views = [(source.view, target.view) for source, target in runs]
+            self.alone += [pair for pair in views if pair[0].nbytes >= ALONE_BYTES]
+            self._group([pair for pair in views if pair[0].nbytes < ALONE_BYTES])
+        self._group(others)
+
+    def _group(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if pairs:
+            self.groups.append(([source for source, _ in pairs], [target for _, target in pairs]))
 
     @property
     def count(self) -> int:
         """Copies that are left."""
-        return sum(len(sources) for sources, _ in self.groups)
+        return len(self.alone) + sum(len(sources) for sources, _ in self.groups)
 
     @torch.no_grad()
     def run(self) -> None:
         """Queue all copies on the current stream."""
+        for source, target in self.alone:
+            target.copy_(source, non_blocking=True)
         for sources, targets in self.groups:
             torch._foreach_copy_(targets, sources)
 

@@ -8,11 +8,13 @@ around such requests, is passed by: it prepares SGLang's loader, and a Receiver 
 The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
 as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
 does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. And it clears what
-is read after a sleep before it is written.
+is read after a sleep before it is written. A scheduler without requests goes round and round and lets another thread of
+its process run only every few milliseconds; it is made to do so more often, for the thread that begins a sync.
 """
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, Callable, Optional
 
 import torch
@@ -30,6 +32,8 @@ REMEDY = "for experts, add '--moe-runner-backend=triton' to rollout.args, for fp
 CACHE_SCALES = ("k_scale", "v_scale")
 """Attributes of attention layers, which have no weights."""
 NO_SEED = 0
+SWITCH_S = 2e-4
+"""How long Python lets a thread run while another wants to."""
 _RECEIVER = "mrl_receiver"
 
 
@@ -110,6 +114,7 @@ def _receiver_of(updater: Any) -> Receiver:
                 scale.data.copy_(value)
 
         require_plain_layers(runner.model, refresh)
+        sys.setswitchinterval(SWITCH_S)
         setattr(runner, _RECEIVER, make_receiver(runner.model, runner.model.load_weights, dist.get_rank(workers),
                                                  dist.get_world_size(workers), refresh, scales))
     return getattr(runner, _RECEIVER)
