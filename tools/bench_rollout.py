@@ -46,7 +46,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--median", type=int, default=256, help="tokens of a response")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
     parser.add_argument("--longest", type=int, default=1024, help="lengths are cut there")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
+    parser.add_argument("--rounds", type=int, default=4, help="of which the median counts")
     return parser.parse_args(argv)
 
 

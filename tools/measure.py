@@ -61,12 +61,13 @@ def versions() -> dict[str, str]:
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, quiet: bool = False) -> dict[str, float]:
-    """The median of what each way returns in `rounds` rounds, in which they take turns; one round before is not
-    counted. So what else the machine does disturbs all of them alike. Unless `quiet`, every value is printed at once,
-    lest a run that is ended early leave nothing."""
+    """The median of what each way returns in `rounds` rounds, in which they take turns, in every other round from the
+    last to the first; one round before is not counted. So what else the machine does, or that it gets faster with
+    time, concerns all of them alike. Unless `quiet`, every value is printed at once, lest a run that is ended early
+    leave nothing."""
     values: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(1 + rounds):
-        for name, measure in ways.items():
+        for name, measure in [*ways.items()][::-1 if turn % 2 else 1]:
             value = measure()
             if not quiet:
                 print(f"round {turn} of {rounds}: {name}: {value:.5g}", flush=True)

@@ -19,7 +19,7 @@ def test_ways_take_turns_and_the_first_round_is_not_counted():
         return run
 
     assert alternate({name: way(name) for name in values}, 3) == {"a": 2.0, "b": 4.0}
-    assert order == ["a", "b"] * 4
+    assert order == ["a", "b", "b", "a"] * 2
 
 
 def test_figures_are_appended_and_shown_in_one_table(tmp_path, capsys, monkeypatch):
