@@ -11,19 +11,14 @@ import pytest
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
 
-LONGEST = ("e2e/test_quickstart.py", "stream-vllm", "stream-sglang", "e2e/test_recovery.py", "e2e/test_distill.py",
-           "e2e/test_ppo.py", "trainer", "e2e/test_sglang.py", "receiver", "e2e/test_user_errors.py", "stream", "engine",
-           "reshard")
-"""Groups of tests, in the order in which they begin. All of e2e needs the quickstart's run, and would wait for it."""
+LONGEST = ("e2e", "stream-vllm", "stream-sglang", "trainer", "stream", "receiver", "reshard")
 
 
 def group_of(nodeid: str) -> str:
-    """The test's folder (its file, in tests/e2e or where it is in no folder), and in tests/stream the engine that it
-    shares with others."""
-    file = nodeid.partition("::")[0]
-    folder = file.partition("/")[0]
+    """The test's folder (its file, where it is in none), and in tests/stream the engine that it shares with others."""
+    folder = nodeid.partition("::")[0].partition("/")[0]
     engine = re.search(r"\[(vllm|sglang)\b", nodeid)
-    return file if folder == "e2e" else f"{folder}-{engine[1]}" if folder == "stream" and engine else folder
+    return f"{folder}-{engine[1]}" if folder == "stream" and engine else folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

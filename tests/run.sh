@@ -4,6 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export MRL_HOME=${MRL_HOME:-$PWD/.mrl}
 bash launch/setup.sh trainer tests vllm sglang
-# Three processes, for two cores: tests often wait. tests/conftest.py says what stays together and begins first. -n 0:
-# one process.
-exec "$MRL_HOME/trainer/bin/python" -m pytest tests -n 3 --no-loadscope-reorder "$@"
+# Two processes, for two cores; tests/conftest.py says what stays together and begins first. -n 0: one process.
+exec "$MRL_HOME/trainer/bin/python" -m pytest tests -n 2 --no-loadscope-reorder "$@"

@@ -1,13 +1,13 @@
-"""The quickstart, run once for all tests of this folder, whatever process they are in."""
+"""The quickstart, run once for all tests of this folder."""
 from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from filelock import FileLock
 
 from tests.e2e.runs import PROJECT, finish, start
 
@@ -23,16 +23,12 @@ def home() -> Path:
 @pytest.fixture(scope="session")
 def quickstart(home, tmp_path_factory) -> SimpleNamespace:
     """`bash launch/quickstart.sh`, the README's first command, shortened to STEPS steps."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "quickstart"
-    log, over = folder / "console.log", folder / "over"
-    with FileLock(f"{folder}.lock"):
-        if not over.exists():
-            folder.mkdir()
-            process = start(["bash", "launch/quickstart.sh", f"loop.steps={STEPS}", f"log.dir={folder}/runs"], log)
-            over.touch()  # whether it succeeds or not
-            finish(process, log, timeout_s=1200)
+    folder = tmp_path_factory.mktemp("quickstart")
+    log, began = folder / "console.log", time.monotonic()
+    process = start(["bash", "launch/quickstart.sh", f"loop.steps={STEPS}", f"log.dir={folder}/runs"], log)
+    finish(process, log, timeout_s=1200)
     run_dir, = (folder / "runs").iterdir()
+    print(f"the quickstart took {time.monotonic() - began:.0f} s")
     return SimpleNamespace(run_dir=run_dir, log=log, console=log.read_text(), steps=STEPS)
 
 
