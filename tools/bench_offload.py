@@ -9,7 +9,6 @@ in page-locked host memory, in pieces of 1 GiB. Every rank does this at the same
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mrl.algorithm.loss import make_loss  # noqa: E402
 from mrl.config.algorithm import Algorithm  # noqa: E402
-from mrl.platform import Platform, get_platform  # noqa: E402
+from mrl.platform import Platform  # noqa: E402
 from mrl.trainer.offload import CHUNK, Offload  # noqa: E402
-from tools.bench_trainer import DENSE, experiment, make_samples, microbatches, shared_folder  # noqa: E402
+from tools.bench_trainer import DENSE, experiment, make_samples, microbatches  # noqa: E402
+from tools.gang import gang, shared_folder  # noqa: E402
 from tools.measure import Record, Row, alternate, hand_over  # noqa: E402
 from tools.workload import SHAPES, random_model  # noqa: E402
 
@@ -38,16 +38,10 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="append the figures there, as one line of JSON")
     options = parser.parse_args(argv)
-    platform = get_platform(options.device)
-    platform.set_device(int(os.environ["LOCAL_RANK"]))
-    platform.install()
-    dist.init_process_group(platform.backend)
-    try:
+    with gang(options.device) as platform:
         record = bench(options, platform)
         if dist.get_rank() == 0:
             hand_over(record, options.json)
-    finally:
-        dist.destroy_process_group()
 
 
 def bench(options: argparse.Namespace, platform: Platform) -> Record:

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
-import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Iterator, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mrl.algorithm.loss import make_loss  # noqa: E402
 from mrl.config.algorithm import Algorithm  # noqa: E402
 from mrl.config.schema import Experiment  # noqa: E402
-from mrl.platform import Platform, get_platform  # noqa: E402
+from mrl.platform import Platform  # noqa: E402
 from mrl.reshard.params import hf_tensors  # noqa: E402
 from mrl.reshard.spec import ModelSpec  # noqa: E402
 from mrl.trainer.microbatch import Sample, assign, pack  # noqa: E402
+from tools.gang import gang, shared_folder  # noqa: E402
 from tools.measure import Record, Row, alternate, hand_over  # noqa: E402
 from tools.workload import SHAPES, long_tailed, random_model  # noqa: E402
 
@@ -61,16 +59,10 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--json", type=Path, help="append the figures there, as one line of JSON")
     options = parser.parse_args(argv)
 
-    platform = get_platform(options.device)
-    platform.set_device(int(os.environ["LOCAL_RANK"]))
-    platform.install()
-    dist.init_process_group(platform.backend)
-    try:
+    with gang(options.device) as platform:
         record = bench(options, platform)
         if dist.get_rank() == 0:
             hand_over(record, options.json)
-    finally:
-        dist.destroy_process_group()
 
 
 def bench(options: argparse.Namespace, platform: Platform) -> Record:
@@ -217,16 +209,6 @@ def setting(options: argparse.Namespace, lengths: Sequence[int], platform: Platf
     return (f"{options.shape}, {dist.get_world_size()} ranks, tp {options.tp}, bfloat16, "
             f"{'Transformer Engine' if platform.uses_te else 'local layers'}; {len(lengths)} samples, {sum(lengths)} "
             f"tokens, longest {max(lengths)}, padded {padding:.2f} x as many; {options.max_tokens} tokens a microbatch")
-
-
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A temporary folder of rank 0 that all ranks of the machine see. Collective."""
-    with tempfile.TemporaryDirectory() as own:
-        place = [own]
-        dist.broadcast_object_list(place)
-        yield Path(place[0])
-        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU tests and all benchmarks, and prints one table of the figures:  bash tools/gpu_suite.sh [PART…]
 #   tests     the tests marked gpu                                                  (engines: $MRL_HOME/{vllm,sglang})
-#   trainer   the trainer beside a bare megatron-core loop, packed and padded: 0.6B and 1.5B; its way to the host and back
+#   trainer   the trainer beside a bare megatron-core loop, packed and padded: 0.6B and 1.5B; its way to the host
 #   ipc       syncs by CUDA IPC, trainer and engine on one GPU: 1.5B and 7B, verified and not; each engine
 #   nccl      syncs from one GPU to another, and vLLM's own: 1.5B and 7B; each engine                         (2 GPUs)
 #   logprobs  log-probs of trainer and engine over 10,000 tokens; each engine

@@ -9,9 +9,7 @@ ranks are data-parallel.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Optional, Sequence
@@ -24,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mrl.config.schema import Experiment  # noqa: E402
 from mrl.data.tokenize import PromptEncoder  # noqa: E402
 from mrl.engine.api import Completion, GenerateRequest  # noqa: E402
-from mrl.platform import Platform, get_platform  # noqa: E402
+from mrl.platform import Platform  # noqa: E402
 from mrl.trainer.microbatch import assign  # noqa: E402
 from tools import one_engine  # noqa: E402
+from tools.gang import gang, shared_folder  # noqa: E402
 from tools.make_quickstart import make_problems  # noqa: E402
 from tools.measure import Record, Row, hand_over  # noqa: E402
 from tools.workload import random_model  # noqa: E402
@@ -47,14 +46,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    platform = get_platform(options.device)
-    platform.set_device(int(os.environ["LOCAL_RANK"]))
-    platform.install()
-    dist.init_process_group(platform.backend)
-    try:
+    with gang(options.device) as platform:
         compare(options, platform)
-    finally:
-        dist.destroy_process_group()
 
 
 def compare(options: argparse.Namespace, platform: Platform) -> None:
@@ -63,9 +56,7 @@ def compare(options: argparse.Namespace, platform: Platform) -> None:
 
     rank = dist.get_rank()
     with ExitStack() as stack:
-        place = [stack.enter_context(tempfile.TemporaryDirectory())]
-        dist.broadcast_object_list(place)
-        folder = Path(place[0])
+        folder = stack.enter_context(shared_folder())
         if rank == 0 and not options.model:
             random_model(folder / "model", options.shape, platform.device())
         dist.barrier()
@@ -82,7 +73,6 @@ def compare(options: argparse.Namespace, platform: Platform) -> None:
                      f"{'Transformer Engine' if platform.uses_te else 'local layers'}; responses of up to "
                      f"{options.longest} tokens at temperature 1")
             hand_over(Record("logprob_diff", about, rows(found)), options.json)
-        dist.barrier()
 
 
 def experiment(options: argparse.Namespace, model: Path) -> Experiment:

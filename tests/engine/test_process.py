@@ -122,7 +122,8 @@ def test_exit_code_and_tail_of_this_start_only(tmp_path):
 
 
 def test_tail_names_errors_further_up(tmp_path):
-    script = "print('(Core) ValueError: no room'); print(*['  frame'] * 50, 'RuntimeError: the core failed', sep=chr(10))"
+    script = ("print('(Core) ValueError: no room'); "
+              "print(*['  frame'] * 50, 'RuntimeError: the core failed', sep=chr(10))")
     with ProcessTree([sys.executable, "-c", script], tmp_path / "log") as tree:
         tree.wait(300)
         assert tree.tail(3).splitlines() == ["(Core) ValueError: no room", "[…]", "  frame", "  frame",
