@@ -30,6 +30,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Callable, Mapping, NamedTuple, Optional, Sequence
@@ -53,7 +54,7 @@ from tools.workload import SHAPES, shape_only  # noqa: E402
 
 RUN_ID = "bench-sync"
 STRATEGIES = ("broadcast", "multi_sender", "sharded")
-BF16_BYTES = 2
+BF16_BYTES, ALIGNED = 2, 64
 
 
 @dataclass
@@ -85,13 +86,16 @@ class Setting(NamedTuple):
 
 
 class RandomWeights:
-    """What WeightSync needs of a trainer: one rank's shards, in bfloat16 on its device."""
+    """What WeightSync needs of a trainer: one rank's shards, in bfloat16 on its device, all in one buffer as Megatron
+    has them."""
 
     def __init__(self, path: Path, layout: Layout, rank: int, device: torch.device):
         self.layout, self.coord, self.te = layout, layout.coord(rank), device.type == "cuda"
         self.spec = model_spec(read_config(path))
-        self.params = {plan.name: torch.empty(plan.shape, dtype=torch.bfloat16, device=device)
-                       for plan in local_params(self.spec, layout, self.coord, self.te)}
+        plans = local_params(self.spec, layout, self.coord, self.te)
+        sizes = [-(-prod(plan.shape) // ALIGNED) * ALIGNED for plan in plans]
+        places = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
+        self.params = {plan.name: place[:prod(plan.shape)].view(plan.shape) for plan, place in zip(plans, places)}
         generator = torch.Generator(device).manual_seed(1)  # the same everywhere: replicated parameters must be equal
         for tensor in self.params.values():
             tensor.normal_(0, 0.02, generator=generator)

@@ -6,9 +6,10 @@ here looks at a live parameter or at its attributes.
 """
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 
@@ -73,6 +74,16 @@ class Piece:
         """The piece as a view of the contiguous local shard, shaped like `shape`."""
         return shard.view(self.local_view)[slices(self.local_index)]
 
+    def boxes(self, shard: Tensor, most: int) -> list[tuple[Box, Tensor]] | None:
+        """The piece as boxes of the HF tensor, each with its elements as a view of the shard in the shape of the box.
+
+        Several where neighbouring rows of the HF tensor lie apart in the shard; None where that takes more than `most`.
+        """
+        order = self.order or tuple(range(len(self.shape)))
+        groups = _dimensions(self.hf_index, [self.shape[dim] for dim in order])
+        found = list(islice(_views(self.hf_index, self.of_local(shard).permute(order), groups), most + 1))
+        return found if len(found) <= most else None
+
     def shaped(self, box: Tensor) -> Tensor:
         """The box cut out of the HF tensor, as a view shaped like `shape`."""
         if self.order is None:
@@ -104,6 +115,20 @@ class Piece:
             first = self.local_index[dim][0]
             local_index[dim] = (first + low, first + high)
         return replace(self, hf_index=hf_index, local_index=tuple(local_index))
+
+
+def _views(box: Box, view: Tensor, groups: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Tensor]]:
+    """A box whose elements `view` has, with one or more dimensions (`groups`) for each of the box's, as boxes whose
+    elements can be had in their own shape."""
+    with suppress(RuntimeError):  # torch's word for dimensions that cannot be joined without a copy
+        yield box, view.view([stop - start for start, stop in box])
+        return
+    which = next(position for position, group in enumerate(groups) if len(group) > 1)
+    dim, (count, *finer), (start, stop) = sum(map(len, groups[:which])), groups[which], box[which]
+    for index in range(count):
+        span = tuple(start + (stop - start) // count * edge for edge in (index, index + 1))
+        yield from _views((*box[:which], span, *box[which + 1:]), view.select(dim, index),
+                          [*groups[:which], finer, *groups[which + 1:]])
 
 
 def _dimensions(hf_index: Box, sizes: Sequence[int]) -> list[list[int]]:

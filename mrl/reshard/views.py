@@ -7,6 +7,8 @@ The stream code packs, gathers, assembles and sends without knowing any layout:
     the sender      srcs, dsts = assemble_views(slice, gathered, flat)           gathered buffers -> the slice
     or, where `slice.ranks` is one rank alone, without a gather
                     srcs, dsts = direct_views(slice, params, flat)               parameters       -> the slice
+    or, where its receiver reads the sender's memory
+                    parts, values = in_place_views(slice, params)                the parameters as the slice
 
 The views keep pointing at the same memory, so they stay valid as long as parameters and buffers are updated in place.
 """
@@ -15,14 +17,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 
 from mrl.reshard.boxes import within
-from mrl.reshard.buckets import Contribution, Slice
+from mrl.reshard.buckets import Contribution, Part, Slice
 from mrl.reshard.pieces import Piece
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Views = tuple[list["Tensor"], list["Tensor"]]
 """(sources, destinations), pairwise of equal shapes."""
+PLACES = 256
+"""Places of a shard that a piece is read from where it lies, at most; in more it is gathered first."""
 
 
 def pack_views(shard: Sequence[Contribution], params: Mapping[str, Tensor], packed: Tensor) -> Views:
@@ -31,7 +35,7 @@ def pack_views(shard: Sequence[Contribution], params: Mapping[str, Tensor], pack
     `params` maps Megatron names to local shards. ValueError for a shard whose shape is not the planned one, or that is
     of another dtype than `packed` (a router kept in float32, say): what leaves is what trains, bit for bit.
     """
-    pairs = list(_pieces(shard, params, packed))
+    pairs = list(_pieces(shard, params, packed.dtype))
     return [source for _, source in pairs], _packed([piece for piece, _ in pairs], packed)
 
 
@@ -51,22 +55,46 @@ def assemble_views(one: Slice, gathered: Sequence[Tensor], flat: Tensor) -> View
 def direct_views(one: Slice, params: Mapping[str, Tensor], flat: Tensor) -> Views:
     """From the parameters of a slice's only rank into the slice. Arguments and errors as above."""
     (shard,), targets = one.shards, _Targets(one, flat)
-    pairs = list(_pieces(shard, params, flat))
+    pairs = list(_pieces(shard, params, flat.dtype))
     return [source for _, source in pairs], [targets.of(piece) for piece, _ in pairs]
 
 
+def in_place_views(one: Slice, params: Mapping[str, Tensor], held: dtype
+                   ) -> tuple[list[Part], list[Tensor]] | None:
+    """Boxes that are together the parts of a slice whose only rank holds all of it, and what it holds of each, as a
+    view in the shape of the box. None where that would be too many. Errors as above; held: the parameters' dtype.
+    """
+    (shard,), parts, values, offset = one.shards, [], [], 0
+    for given in shard:
+        param = _param(given, params, held).detach()
+        for piece in given.pieces:
+            boxes = piece.boxes(param, PLACES)
+            if boxes is None:
+                return None
+            for box, view in boxes:
+                parts.append(Part(piece.hf, piece.hf_shape, box, offset))
+                values.append(view)
+                offset += view.numel()
+    return parts, values
+
+
 def _pieces(
-    shard: Sequence[Contribution], params: Mapping[str, Tensor], flat: Tensor,
+    shard: Sequence[Contribution], params: Mapping[str, Tensor], held: dtype,
 ) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece that a rank gives, with its view of the parameter."""
     for given in shard:
-        param = params[given.param]
-        if tuple(param.shape) != given.param_shape:
-            raise ValueError(f"{given.param} has shape {tuple(param.shape)}, the plan says {given.param_shape}")
-        if param.dtype != flat.dtype:
-            raise ValueError(f"{given.param} is {param.dtype}, its bucket {flat.dtype}")
+        param = _param(given, params, held)
         for piece in given.pieces:
             yield piece, piece.of_local(param)
+
+
+def _param(given: Contribution, params: Mapping[str, Tensor], held: dtype) -> Tensor:
+    param = params[given.param]
+    if tuple(param.shape) != given.param_shape:
+        raise ValueError(f"{given.param} has shape {tuple(param.shape)}, the plan says {given.param_shape}")
+    if param.dtype != held:
+        raise ValueError(f"{given.param} is {param.dtype}, its bucket {held}")
+    return param
 
 
 def _packed(pieces: Sequence[Piece], packed: Tensor) -> list[Tensor]:

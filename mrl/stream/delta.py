@@ -47,13 +47,13 @@ class Bases:
         if share.key in self.sent:
             before = self.sent[share.key]
             if set(held) == {before.push}:
-                delta = pack(share.flat, before.flat)
-            before.flat.copy_(share.flat)
+                delta = pack(share.content, before.flat)
+            before.flat.copy_(share.content)
             before.push = push
         else:
-            self.sent[share.key] = _Last(push, share.flat.clone())
-        header, payload = whole(share.flat), share.flat
+            self.sent[share.key] = _Last(push, share.content.clone())
+        header, payload = whole(share.content), share.content
         if delta is not None:
-            header, payload = delta[0], share.flat.view(torch.uint8)[:delta[0].nbytes].copy_(delta[1])
+            header, payload = delta[0], share.content.view(torch.uint8)[:delta[0].nbytes].copy_(delta[1])
         numbers = self.headers[number % len(self.headers)]
         return numbers.copy_(torch.tensor(header)), payload

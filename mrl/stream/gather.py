@@ -7,21 +7,29 @@ made once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Mapping, Optional, Sequence
+from typing import Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.copies import Copies
+from mrl.receiver.mrl_receiver.in_place import InPlace
 from mrl.receiver.mrl_receiver.links import finish_stream
 from mrl.receiver.mrl_receiver.wire import Part
 from mrl.reshard.buckets import Bucket, Contribution, Slice
 from mrl.reshard.buckets import Part as BucketPart
 from mrl.reshard.fp8 import sent_parts
 from mrl.reshard.plan import SyncPlan
-from mrl.reshard.views import assemble_views, direct_views, pack_views
+from mrl.reshard.views import assemble_views, direct_views, in_place_views, pack_views
 from mrl.stream.links import Workers
 from mrl.stream.quantise import quantise
+
+
+@dataclass(frozen=True)
+class Lending:
+    """That workers read the sender's memory. lasting: the parameters' memory is never given up."""
+
+    lasting: bool
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,8 @@ class Share:
 
     key: which slice of which bucket of the plan. engines: whom the slice is for, and `workers` which workers of each.
     messages: packed pieces that this rank sends or, as the slice's sender, receives. quantised: (weights, e4m3,
-    scales) of every part, where the sender quantises. flat: the finished slice in its slot of the ring, on the sender
-    alone; `parts` are those of that.
+    scales) of every part, where the sender quantises. content: on the sender alone, the finished slice, in its slot of
+    the ring or where the parameters have it; `parts` are those of that.
     """
 
     key: tuple[int, int]
@@ -43,7 +51,14 @@ class Share:
     messages: tuple[dist.P2POp, ...]
     assemble: Copies
     quantised: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
-    flat: Optional[torch.Tensor]
+    content: Optional[torch.Tensor | InPlace]
+
+    @property
+    def values(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """The parts of the finished slice, and what they hold."""
+        if isinstance(self.content, InPlace):
+            return zip(self.parts, self.content.values, strict=True)
+        return ((part, part.values(self.content)) for part in self.parts)
 
 
 class Gatherer:
@@ -52,12 +67,12 @@ class Gatherer:
     params: this rank's shards by Megatron name, updated in place by training. buffers: finished slices that a sender
     holds at a time; the i-th that it sends lies in slot i mod `buffers`. Beside that ring a rank has room for its own
     pieces of one slice, if it passes any on, for the other ranks' pieces of one slice, if it gathers any, and for one
-    slice, if it quantises any.
+    slice, if it quantises any. lending: what the sender has by itself is not gathered, but lent where it lies.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, params: Mapping[str, torch.Tensor], engines: frozenset[int],
-                 buffers: int):
-        self.rank, self.params, self.engines = rank, params, engines
+                 buffers: int, lending: Optional[Lending] = None):
+        self.rank, self.params, self.engines, self.buffers, self.lending = rank, params, engines, buffers, lending
         self.device = next(iter(params.values())).device
         self.places = _places(params)
         mine = [_Place(bucket, position, rank) for bucket in plan.of_rank(rank) if engines & set(bucket.engines)
@@ -65,12 +80,13 @@ class Gatherer:
         self.packed = self._room(max((place.packed_bytes for place in mine), default=0))
         self.gathered = self._room(max((place.gathered_bytes for place in mine), default=0))
         self.weights = self._room(max((place.weights_bytes for place in mine), default=0))
-        slot = max((place.slot_bytes for place in mine), default=0)
+        lent = [self._in_place(place, lending.lasting) if lending else None for place in mine]
+        slot = max((place.slot_bytes for place, held in zip(mine, lent) if held is None), default=0)
         self.ring = [self._room(slot) for _ in range(buffers)] if slot else []
         self.shares: list[Share] = []
         self.sends: list[Share] = []
-        for place in mine:
-            self.shares.append(self._share(place, plan.engine_layout.world))
+        for place, held in zip(mine, lent):
+            self.shares.append(self._share(place, plan.engine_layout.world, held))
             if place.sends:
                 self.sends.append(self.shares[-1])
 
@@ -93,22 +109,31 @@ class Gatherer:
         share.assemble.run()
         for weights, values, scales in share.quantised:
             quantise(weights, values, scales)
-        if share.flat is not None:
+        if share.content is not None:
             finish_stream(self.device)  # another thread sends it
 
     def _room(self, nbytes: int) -> torch.Tensor:
         return torch.empty(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)  # a multiple of every dtype
 
-    def _share(self, place: _Place, workers: int) -> Share:
+    def _in_place(self, place: _Place, lasting: bool) -> Optional[InPlace]:
+        """The slice where it lies; None where it has to be gathered or quantised."""
+        if place.bucket.fp8 or place.slice.ranks != (self.rank,):
+            return None
+        found = in_place_views(place.slice, self.params, place.dtype)
+        return found and InPlace(_receivers(found[0]), found[1], lasting)
+
+    def _share(self, place: _Place, workers: int, lent: Optional[InPlace]) -> Share:
         bucket, one = place.bucket, place.slice
         own = one.shards[place.member]
-        messages, assemble, flat, quantised = [], ([], []), None, ()
+        pack, messages, assemble, content, quantised = ([], []), [], ([], []), lent, ()
         parts = _receivers(sent_parts(one.parts) if bucket.fp8 else one.parts)
-        if place.sends:
-            flat = weights = self.ring[len(self.sends) % len(self.ring)].view(place.sent_dtype)[:one.sent]
+        if lent is not None:
+            parts = tuple(lent.parts)
+        elif place.sends:
+            content = weights = self.ring[len(self.sends) % len(self.ring)].view(place.sent_dtype)[:one.sent]
             if bucket.fp8:
                 weights = self.weights.view(place.dtype)[:one.numel]
-                quantised = _quantised(_receivers(one.parts), weights, parts, flat)
+                quantised = _quantised(_receivers(one.parts), weights, parts, content)
             pack = direct_views(replace(one, shards=(own,)), self.params, weights)
             room = self.gathered.view(place.dtype)[:sum(place.others.values())]
             gathered = room.split([*place.others.values()]) if place.others else ()
@@ -122,7 +147,7 @@ class Gatherer:
             messages = [dist.P2POp(dist.isend, packed, one.sender)] if packed.numel() else []
         return Share((bucket.index, place.position), bucket.engines, _workers(bucket, place.position, workers),
                      bucket.mode == "direct", parts, Copies(zip(*pack)), tuple(messages), Copies(zip(*assemble)),
-                     quantised, flat)
+                     quantised, content)
 
 
 @dataclass(frozen=True)

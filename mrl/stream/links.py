@@ -11,6 +11,7 @@ from typing import Iterable, Mapping, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
+from mrl.receiver.mrl_receiver.in_place import InPlace
 from mrl.receiver.mrl_receiver.links import (SENDER_RANK, Label, LinkError, Meeting, Pending, Transport, failed_key,
                                              open_store, own_stream)
 from mrl.receiver.mrl_receiver.transports import connect
@@ -65,11 +66,17 @@ class Link:
     p2p: Optional[Transport] = None
     broadcasts: Optional[Transport] = None
 
-    def start(self, flat: torch.Tensor, workers: Workers, deadline: float, label: Label) -> list[Pending]:
-        """Begin to send `flat`. LinkError."""
+    def start(self, content: torch.Tensor | InPlace, workers: Workers, deadline: float, label: Label) -> list[Pending]:
+        """Begin to send a buffer, or to lend what lies in place. LinkError."""
+        if isinstance(content, InPlace):
+            return [self.p2p.lend(content, self.senders + worker, deadline) for worker in workers]
         if workers is None:
-            return [self.broadcasts.broadcast(flat, deadline, label)]
-        return [self.p2p.send(flat, self.senders + worker, deadline, label) for worker in workers]
+            return [self.broadcasts.broadcast(content, deadline, label)]
+        return [self.p2p.send(content, self.senders + worker, deadline, label) for worker in workers]
+
+    def let_go(self) -> None:
+        if self.p2p is not None:
+            self.p2p.let_go()
 
     def close(self) -> None:
         for transport in (self.p2p, self.broadcasts):
@@ -139,15 +146,15 @@ class Links:
             with ThreadPoolExecutor(len(new)) as pool:  # one engine that dies now must not keep the others waiting
                 list(pool.map(lambda target: self._build(target, seats[target.request.engine], deadline), new))
 
-    def start(self, engines: Iterable[int], flat: torch.Tensor, workers: Workers, deadline: float, label: Label
-              ) -> list[Transfer]:
-        """Begin to send `flat` over the open links among `engines`, to the same `workers` of each."""
+    def start(self, engines: Iterable[int], content: torch.Tensor | InPlace, workers: Workers, deadline: float,
+              label: Label) -> list[Transfer]:
+        """Begin to send over the open links among `engines`, to the same `workers` of each."""
         transfers: list[Transfer] = []
         for engine in engines:
             if engine in self.open:
                 try:
                     transfers += [Transfer(engine, pending)
-                                  for pending in self.open[engine].start(flat, workers, deadline, label)]
+                                  for pending in self.open[engine].start(content, workers, deadline, label)]
                 except LinkError as error:
                     self.drop(engine, str(error))
         return transfers
@@ -160,6 +167,11 @@ class Links:
                     pending.wait(deadline)
                 except LinkError as error:
                     self.drop(engine, str(error))
+
+    def let_go(self) -> None:
+        """A sync is over: forget what was lent for it alone."""
+        for link in self.open.values():
+            link.let_go()
 
     def drop(self, engine: int, error: str) -> None:
         """Give up one engine's link; the next push builds another."""

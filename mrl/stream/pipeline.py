@@ -33,12 +33,12 @@ def stream(gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets:
     if sender is not None:
         sender.start()
     for share in gatherer.shares:
-        if share.flat is not None:
+        if share.content is not None:
             sender.free.acquire()
         began = time.monotonic()
         gatherer.fill(share)
         sent.gather_s += time.monotonic() - began
-        if share.flat is not None:
+        if share.content is not None:
             sender.filled.release()
     if sender is not None:
         sender.join()
@@ -60,7 +60,8 @@ class _SenderThread(threading.Thread):
     def __init__(self, gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target],
                  timeout_s: float, bases: Optional[Bases], sent: Sent):
         super().__init__(name="mrl-send", daemon=True)
-        self.shares, self.slots, self.device = gatherer.sends, len(gatherer.ring), links.device
+        self.shares, self.slots, self.lending = gatherer.sends, gatherer.buffers, gatherer.lending
+        self.device = links.device
         self.links, self.seats, self.targets, self.timeout_s, self.sent = links, seats, targets, timeout_s, sent
         self.bases, self.push = bases, targets[0].request.push
         self.engines = {target.request.engine: target for target in targets}
@@ -73,6 +74,8 @@ class _SenderThread(threading.Thread):
         try:
             with self.links.stream:
                 self._send_all()
+                if self.lending is not None:
+                    self.links.let_go()
                 finish_stream(self.device)  # the buffers will be used on other streams
         except BaseException as error:  # handed to the main thread, which must not hang in `free` meanwhile
             self.crash = error
@@ -118,8 +121,8 @@ class _SenderThread(threading.Thread):
             if verifying:
                 self._sum(share, verifying)  # a delta takes the slice's place
             return self._start_message(number, share, engines, label)
-        transfers = self.links.start(engines, share.flat, share.workers, self._patience(), label)
-        self._count(transfers, share.flat.nbytes, share)
+        transfers = self.links.start(engines, share.content, share.workers, self._patience(), label)
+        self._count(transfers, share.content.nbytes, share)
         if verifying:
             self._sum(share, verifying)  # while the bytes are under way
         return transfers
@@ -135,10 +138,10 @@ class _SenderThread(threading.Thread):
 
     def _count(self, transfers: list[Transfer], nbytes: int, share: Share) -> None:
         self.sent.bytes += len(transfers) * nbytes
-        self.sent.full_bytes += len(transfers) * share.flat.nbytes
+        self.sent.full_bytes += len(transfers) * share.content.nbytes
 
     def _sum(self, share: Share, engines: list[int]) -> None:
-        sums = checksums((part.values(share.flat), part.lattice) for part in share.parts)
+        sums = checksums((values, part.lattice) for part, values in share.values)
         for engine in engines:
             self.sums.setdefault(engine, Sums()).add(share, sums)
 

@@ -1,7 +1,10 @@
 """cuda_ipc between processes on one GPU: every byte, speed, and ends that die; and two that are not on the same GPU."""
+from math import prod
+
 import pytest
 
 from tests.receiver.transport_gang import run
+from tests.receiver.transport_peer import LENDINGS, LENT
 
 pytestmark = pytest.mark.gpu
 WORLD = 3
@@ -9,9 +12,11 @@ WORLD = 3
 
 def test_every_byte_then_a_silent_and_a_killed_peer(gpus):
     gpus(1)
-    said = run("cuda_ipc", WORLD, "transfers", "broadcast", "speed", "patience", "lose", gpus=[0] * WORLD)
+    said = run("cuda_ipc", WORLD, "transfers", "broadcast", "lend", "speed", "patience", "lose", gpus=[0] * WORLD)
     for rank in said:
         assert all(rank[scenario] == {"wrong": []} for scenario in ("transfers", "broadcast")), rank
+    assert said[1]["lend"] == {"outcomes": [True] * LENDINGS}, said[1]
+    assert min(said[0]["lend"]["outcomes"]) >= 2 * prod(LENT), "memory that was lent is not given back"
     print(f"512 MiB from process to process: {said[0]['speed']['gb_per_s']:.0f} GB/s")
     assert said[0]["speed"]["gb_per_s"] > 100  # memory of one GPU
     assert "timed out" in said[0]["patience"]["error"] and 1 <= said[0]["patience"]["seconds"] < 3

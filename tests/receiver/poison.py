@@ -7,6 +7,7 @@ from typing import Optional
 
 import torch
 
+from mrl.receiver.mrl_receiver.in_place import InPlace
 from mrl.receiver.mrl_receiver.links import Borrowing, Label, Lent, Pending, Transport
 from mrl.receiver.mrl_receiver import transports
 
@@ -39,6 +40,12 @@ class PoisonTransport:
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> Pending:
         poison(flat)
         return self.inner.receive(flat, peer, deadline)
+
+    def lend(self, held: InPlace, peer: int, deadline: float) -> Pending:
+        return self.inner.lend(held, peer, deadline)  # parameters, which are not to be written to
+
+    def let_go(self) -> None:
+        self.inner.let_go()
 
     def borrow(self, nbytes: int, peer: int, deadline: float) -> Borrowing:
         return _PoisonBorrowing(self.inner.borrow(nbytes, peer, deadline))
@@ -81,9 +88,11 @@ class _PoisonBorrowing:
 class _PoisonLent:
     def __init__(self, inner: Lent):
         self.inner, self.flat, self.made = inner, inner.flat, inner.made
+        self.description, self.storages, self.lasting = inner.description, inner.storages, inner.lasting
 
     def give_back(self) -> None:
-        poison(self.flat)
+        if self.flat is not None:
+            poison(self.flat)
         self.inner.give_back()
 
 

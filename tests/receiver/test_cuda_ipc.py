@@ -6,17 +6,23 @@ import torch.distributed as dist
 from mrl.receiver.mrl_receiver.cuda_ipc import CudaIpcTransport
 from mrl.receiver.mrl_receiver.links import LinkError, Meeting
 from tests.receiver.transport_gang import run
+from tests.receiver.transport_peer import LENDINGS
 
 WORLD = 3
 
 
 @pytest.fixture(scope="module")
 def said() -> list[dict]:
-    return run("host_ipc", WORLD, "transfers", "broadcast", "strangers", "patience", "lose")
+    return run("host_ipc", WORLD, "transfers", "broadcast", "lend", "strangers", "patience", "lose")
 
 
 def test_every_byte_arrives_from_buffers_that_come_and_go(said):
     assert [rank[scenario] for rank in said for scenario in ("transfers", "broadcast")] == [{"wrong": []}] * 2 * WORLD
+
+
+def test_memory_is_lent_in_place_for_one_sync_at_a_time(said):
+    lender, borrower, other = (rank["lend"] for rank in said)
+    assert borrower == {"outcomes": [True] * LENDINGS} and len(lender["outcomes"]) == LENDINGS and other == {}
 
 
 def test_the_deadline_holds_and_who_gives_up_takes_the_others_along(said):

@@ -1,4 +1,5 @@
-"""Buckets that are put in place from where their sender has them, and what a worker keeps of that memory.
+"""Weights that are put in place from where their sender has them, in buffers or in parameters, and what a worker keeps
+of that memory.
 
 Both ends are in this process, with cuda_ipc's own sockets and messages, and its own memory for a GPU's.
 """
@@ -10,8 +11,12 @@ import torch
 
 from mrl.engine.coverage import coverage_problems
 from mrl.receiver.mrl_receiver.cuda_ipc import CudaIpcTransport
+from mrl.receiver.mrl_receiver.in_place import InPlace, read
+from mrl.receiver.mrl_receiver.links import SENDER_RANK
 from mrl.receiver.mrl_receiver.receive import Receiver
+from mrl.receiver.mrl_receiver.routes import Routes
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
+from mrl.receiver.mrl_receiver.wire import Part, Plan, row_major
 from tests.receiver.senders import Senders, sync
 from tests.receiver.toy import ToyMoe, expect, tensors, wire_plan
 
@@ -28,6 +33,11 @@ class OneProcess(CudaIpcTransport):
         super().__init__(meeting, deadline)
         OneProcess.ends.append(self)
 
+    def broadcast(self, flat, deadline, label=None):
+        if isinstance(flat, InPlace):
+            return self.lend(flat, 1, deadline)
+        return super().broadcast(flat, deadline, label)
+
     def _gpu(self) -> str:
         return "GPU-0"
 
@@ -40,6 +50,44 @@ class OneProcess(CudaIpcTransport):
         return storage
 
 
+class Parameters:
+    """A trainer's: every tensor in two halves, between whose rows something else lies, all in one storage. Stands in
+    for `flat_of`."""
+
+    def __init__(self, lasting: bool):
+        self.lasting, self.places, self.used = lasting, {}, 0
+        self.memory = torch.full((4096,), float("nan"))
+        self.known: dict[int, InPlace] = {}
+
+    def __call__(self, one, values, dtype) -> InPlace:
+        parts, views = [], []
+        for part in one.parts:
+            middle = part.shape[0] // 2
+            for rows in ((middle, part.shape[0]), (0, middle)):
+                box = (rows, *((0, size) for size in part.shape[1:]))
+                parts.append(Part(part.name, part.shape, box, 0))
+                views.append(self.place(part.name, rows, parts[-1].box_shape).copy_(values[part.name][slice(*rows)]))
+        if id(one) not in self.known:
+            self.known[id(one)] = InPlace(parts, views, self.lasting)
+        return self.known[id(one)]
+
+    def place(self, name: str, rows: tuple, shape: tuple) -> torch.Tensor:
+        """The same in every sync."""
+        first = self.places.setdefault((name, rows), self.used)
+        if first == self.used:
+            self.used += shape[0] * 20
+        strides = (20, *(row_major(shape[1:])))
+        return self.memory.as_strided(shape, strides, first)
+
+    def move(self) -> None:
+        """The memory is given up and taken back elsewhere."""
+        size, self.others = self.memory.untyped_storage().nbytes(), torch.empty(4096)
+        self.memory.untyped_storage().resize_(0)
+        self.others = torch.empty(4096)  # takes the place that has become free
+        self.memory.untyped_storage().resize_(size)
+        self.memory.fill_(float("nan"))
+
+
 @pytest.fixture
 def pair(monkeypatch):
     """Senders that keep their buffers from sync to sync, and one worker."""
@@ -49,6 +97,16 @@ def pair(monkeypatch):
     senders, model = Senders(wire_plan(buckets=(*BUCKETS, experts)), "cuda_ipc"), ToyMoe(0, 1)
     yield senders, Receiver(model, model.load_weights, "run", 0, 1, 0, 1, model.refresh)
     senders.hang_up()
+
+
+def push(senders: Senders, receiver: Receiver, step: int, **changes) -> object:
+    """A sync as a trainer's links end it: what became of it on the worker."""
+    count = changes.pop("count", 99)
+    outcome, = sync(senders, [receiver], senders.request(step, **changes), tensors(step), count)
+    for end in OneProcess.ends:
+        if end.meeting.rank == SENDER_RANK:
+            end.let_go()
+    return outcome
 
 
 def mapped() -> list:
@@ -87,3 +145,61 @@ def test_views_are_made_once_for_memory_that_stays_and_go_with_the_link(pair):
     receiver.close()
     gc.collect()
     assert not mapped() and not any(copies() for copies in watched)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_parameters_are_read_where_they_lie(pair, monkeypatch, lasting):
+    """Routes to them are made once, though their memory may be elsewhere in each sync."""
+    senders, receiver = pair
+    senders.flat_of, made, plain = Parameters(lasting), [], Routes.arrival_of
+    monkeypatch.setattr(Routes, "arrival_of", lambda *arguments: made.append(1) or plain(*arguments))
+    for step in (1, 2, 3):
+        reply = push(senders, receiver, step, verify=step != 2)
+        assert isinstance(reply, dict), reply
+        expect(receiver.model, tensors(step))
+        assert step == 2 or coverage_problems(senders.plan.tensors, [reply], reply["expected"]) == []
+        if lasting:
+            assert len(mapped()) == 1
+        else:
+            assert_nothing_is_held(receiver)
+            senders.flat_of.move()
+    assert len(made) == len(senders.plan.buckets) and not receiver.prepared.routes.staging
+    receiver.close()
+    assert_nothing_is_held(receiver)
+
+
+def assert_nothing_is_held(receiver: Receiver) -> None:
+    """Of the senders' memory: neither mapped, nor in views."""
+    assert not mapped()
+    for known in receiver.prepared.in_place.values():
+        assert not known.views.storages and not any(view.untyped_storage().nbytes() for view in known.arrival.sources)
+
+
+def test_an_engine_whose_sync_over_parameters_failed_is_whole_after_the_next(pair):
+    senders, receiver = pair
+    senders.flat_of = Parameters(lasting=False)
+    push(senders, receiver, 1)
+    error = push(senders, receiver, 2, count=2)
+    assert isinstance(error, Exception) and receiver.dirty
+    assert_nothing_is_held(receiver)
+    senders.flat_of.move()
+    reply = push(senders, receiver, 3)
+    assert isinstance(reply, dict) and not receiver.dirty
+    expect(receiver.model, tensors(3))
+
+
+def test_parts_that_are_not_the_bucket_are_refused():
+    bucket = Plan.from_wire(wire_plan(buckets=(("embed", "q", "k", "norm"),))).buckets[0]
+    one, = bucket.slices
+    held = Parameters(lasting=True)(one, tensors(1), torch.float32)
+    whole = read(held.description, bucket, held.storages)
+    assert [part.name for part, _ in whole] == [name for name in ("embed", "q", "k", "norm") for _ in range(2)]
+    for part, values in whole:
+        assert torch.equal(values, tensors(1)[part.name][tuple(slice(*span) for span in part.box)])
+    less = InPlace(held.parts[1:], held.values[1:], True)
+    with pytest.raises(ValueError, match="is not all of bucket 0"):
+        read(less.description, bucket, less.storages)
+    other = Part("o", (6, 8), ((0, 6), (0, 8)), 0)
+    more = InPlace([*held.parts, other], [*held.values, torch.zeros(6, 8)], True)
+    with pytest.raises(ValueError, match="o is not in bucket 0"):
+        read(more.description, bucket, more.storages)

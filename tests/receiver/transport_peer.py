@@ -2,8 +2,8 @@
 scenarios separated by commas. Prints one JSON line a scenario: what happened.
 
 Transport host_ipc is cuda_ipc with files mapped into memory for a GPU's buffers. Scenarios: transfers, broadcast,
-gather, speed, patience (nobody sends), lose (the last rank is killed while the others wait for it), strangers (the
-first transfer between two that cannot).
+gather, lend (memory that its owner wants back), speed, patience (nobody sends), lose (the last rank is killed while the
+others wait for it), strangers (the first transfer between two that cannot).
 """
 import json
 import os
@@ -16,9 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mrl.receiver.mrl_receiver.links import LinkError, Meeting
 from mrl.receiver.mrl_receiver.cuda_ipc import CudaIpcTransport
+from mrl.receiver.mrl_receiver.in_place import InPlace, read
+from mrl.receiver.mrl_receiver.links import LinkError, Meeting, finish_stream
 from mrl.receiver.mrl_receiver.transports import connect
+from mrl.receiver.mrl_receiver.wire import Bucket, Part, Slice
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)
 TRANSFERS = 24
@@ -27,6 +29,7 @@ LARGE = {"nccl": 1 << 30}
 """Bytes, by transport (else 64 MiB): more than it takes from a sender without a receiver. NCCL's buffers between two
 GPUs hold that much by themselves."""
 FAST, ROUNDS = 512 << 20, 30
+LENT, LENDINGS = (2048, 1 << 16), 3
 PATIENCE_S = 240
 
 
@@ -145,6 +148,46 @@ class Rank:
                         wrong.append([count, str(dtype)])
                 self.leave(comm, f"node{count}", count)
         return {"wrong": wrong}
+
+    def lend(self) -> dict:
+        """Rank 0 lends rank 1 a tensor in two halves that lie in place, and takes back the memory after each time."""
+        comm = self.meet("lend", range(2))
+        if comm is None:
+            return {}
+        outcomes = [self._lend_once(comm, number) for number in range(LENDINGS)]
+        self.leave(comm, "lend", 2)
+        return {"outcomes": outcomes}
+
+    def _lend_once(self, comm, number: int) -> object:
+        """Rank 0: the bytes that it got back of its GPU; rank 1: whether the right ones came."""
+        rows, columns = LENT
+        expected = content(number, rows * columns, torch.bfloat16).view(LENT)
+        done = f"lend/{number}"
+        if self.rank == 0:
+            tensor = self.buffer(expected.view(-1)).view(LENT)
+            halves = [((0, rows), (0, columns // 2)), ((0, rows), (columns // 2, columns))]
+            held = InPlace([Part("t", LENT, box, 0) for box in halves], tensor.chunk(2, dim=1), lasting=False)
+            finish_stream(self.device)
+            comm.lend(held, 1, self.deadline).wait(self.deadline)
+            comm.let_go()
+            self.store.wait([done], timedelta(seconds=PATIENCE_S))
+            if self.device.type == "cpu":
+                return tensor.nbytes
+            before = torch.cuda.mem_get_info()[0]
+            tensor.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info()[0] - before
+        lent = comm.borrow(expected.nbytes, 0, self.deadline).wait(self.deadline)
+        whole = Part("t", LENT, ((0, rows), (0, columns)), 0)
+        bucket = Bucket(0, "bfloat16", "broadcast", None, whole.numel, (Slice(0, whole.numel, (whole,)),))
+        right = True
+        for part, values in read(lent.description, bucket, lent.storages):
+            right &= self.same(values.contiguous(), expected[tuple(slice(*span) for span in part.box)].contiguous())
+        lent.give_back()
+        del lent, values
+        comm.let_go()
+        self.store.set(done, "1")
+        return right
 
     def speed(self) -> dict:
         """Rank 0 sends one buffer to rank 1 again and again, each time waited for."""

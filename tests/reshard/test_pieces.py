@@ -134,6 +134,28 @@ def test_what_a_box_leaves_of_a_piece(kind, tensors, shape, most):
         assert torch.equal(found, expected) and len(clipped) <= most
 
 
+@pytest.mark.parametrize("kind, tensors, shape, expected", [
+    (row, 1, (4, 6), 1), (joined_gate_up, 1, (8, 3), 1), (qkv, 3, (12, 2), 2), (alternating_gate_up, 1, (8, 3), 2),
+    (stacked(transposed(alternating_gate_up)), 1, (2, 3, 8), 2), (stacked(transposed(row)), 1, (2, 4, 3), 1),
+], ids=["row", "joined", "qkv", "alternating", "stacked alternating", "stacked row"])
+def test_the_boxes_in_which_a_piece_lies_in_its_shard(kind, tensors, shape, expected):
+    tensor = torch.arange(prod(shape)).view(shape)
+    (*_, piece) = kind([HfTensor("t", shape, 1)] * tensors, SimpleNamespace(kv_heads=4), Layout(tp=2), 1).pieces
+    shard = torch.full(piece.local_view, -1)
+    piece.of_local(shard).copy_(piece.of_hf(tensor))
+    for clipped in (piece, *piece.clipped(tuple((size // 4, size) for size in shape))):
+        boxes = clipped.boxes(shard, most=expected)
+        found = torch.full(shape, -1)
+        for box, values in boxes:
+            assert (found[slices(box)] == -1).all() and values.data_ptr() and values.untyped_storage()._cdata == (
+                shard.untyped_storage()._cdata)
+            found[slices(box)] = values
+        inside = torch.full(shape, -1)
+        inside[slices(clipped.hf_index)] = tensor[slices(clipped.hf_index)]
+        assert torch.equal(found, inside) and (clipped is not piece or len(boxes) == expected)
+    assert expected == 1 or piece.boxes(shard, most=expected - 1) is None
+
+
 def test_row_parallel_splits_the_columns():
     weight = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
     shards = [cut(row, {"down": weight}, Layout(tp=2), rank).tolist() for rank in range(2)]

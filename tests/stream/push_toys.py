@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from mrl.engine.api import Version
 from mrl.receiver.mrl_receiver.gloo import GlooTransport
-from mrl.receiver.mrl_receiver.links import Pending
+from mrl.receiver.mrl_receiver.links import PendingAll
 from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 from mrl.reshard.layout import Layout
 from mrl.reshard.spec import model_spec, read_config
@@ -51,26 +52,60 @@ def poison_used_buffers() -> None:
 class WithinGpus(GlooTransport):
     """Senders reach only the worker with their own place among the workers: the one on their GPU."""
 
+    lending = False  # workers borrow
+    lent = 0  # slices that were not gathered
+
     def send(self, flat, peer, deadline, label=None):
         assert peer == self.world_size // 2 + self.rank, f"sender {self.rank} has no GPU with rank {peer} in common"
-        return super().send(flat, peer, deadline, label)
+        return self._send([flat], peer, deadline) if self.lending else super().send(flat, peer, deadline, label)
 
+    def lend(self, held, peer, deadline):
+        WithinGpus.lent += 1
+        return self._send([torch.frombuffer(bytearray(held.description), dtype=torch.uint8),
+                           *(torch.empty(0, dtype=torch.uint8).set_(storage) for storage in held.storages)],
+                          peer, deadline)
+
+    def _send(self, memory, peer, deadline):
+        sizes = torch.zeros(MOST_STORAGES, dtype=torch.int64)
+        sizes[:len(memory)] = torch.tensor([one.nbytes for one in memory])
+        return PendingAll([super(WithinGpus, self).send(one, peer, deadline) for one in (sizes, *memory)])
 
     def borrow(self, nbytes, peer, deadline):
-        return Borrowed(flat := torch.empty(nbytes, dtype=torch.uint8), self.receive(flat, peer, deadline))
+        return Borrowing(self, nbytes, peer)
+
+    def let_go(self):
+        pass
+
+
+MOST_STORAGES = 100
 
 
 @dataclass
-class Borrowed:
+class Borrowing:
     """Memory of one's own in the place of a GPU's that both see."""
 
-    flat: torch.Tensor
-    pending: Pending
-    made: dict = field(default_factory=dict)
+    transport: WithinGpus
+    nbytes: int
+    peer: int
 
     def wait(self, deadline):
-        self.pending.wait(deadline)
-        return self
+        def receive(size, dtype=torch.uint8):
+            self.transport.receive(flat := torch.empty(size, dtype=dtype), self.peer, deadline).wait(deadline)
+            return flat
+
+        description, *memory = [receive(size) for size in receive(MOST_STORAGES, torch.int64).tolist() if size]
+        if not memory:
+            return Lent(description)
+        return Lent(None, bytes(description.tolist()), tuple(one.untyped_storage() for one in memory))
+
+
+@dataclass
+class Lent:
+    flat: Optional[torch.Tensor]
+    description: bytes = b""
+    storages: tuple = ()
+    made: dict = field(default_factory=dict)
+    lasting: bool = True
 
     def give_back(self):
         pass
@@ -79,7 +114,7 @@ class Borrowed:
 def partitions(transport: str, workers: int) -> dict:
     if transport == "cuda_ipc":
         return {"loop": {"mode": "colocated_sync"},
-                "cluster": {"trainer_gpus": None, "rollout_gpus": None, "gpus": ENGINES * workers}}
+                "cluster": {"trainer_gpus": None, "rollout_gpus": None, "gpus": dist.get_world_size()}}
     return {"cluster": {"rollout_gpus": ENGINES * workers}}
 
 
@@ -91,7 +126,7 @@ def engines_for(experiment, model: Path, workers: int, replicated: str) -> list[
     def make_model(worker: int, workers: int) -> ToyModel:
         return ToyModel(shapes, kv_heads, worker, workers, replicated, dtypes)
 
-    return [ToyEngine(experiment, index, make_model, workers) for index in range(ENGINES)]
+    return [ToyEngine(experiment, index, make_model, workers) for index in range(experiment.engine_count)]
 
 
 def published(experiment, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -115,6 +150,7 @@ def run_case(case: list, strategy: str, order: dict) -> None:
         model, "python", sync={"timeout_s": 300, "strategy": strategy, "verify_every": 0, "delta": delta,
                               "bucket_mb": BUCKET_MB_FP8 if fp8 else BUCKET_MB, "transport": transport},
         rollout={"parallel": {"tp": workers}, "quantization": "fp8" if fp8 else None}, **placed)
+    WithinGpus.lending, WithinGpus.lent = transport == "cuda_ipc" and workers == 1 and not delta, 0
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
@@ -125,10 +161,10 @@ def run_case(case: list, strategy: str, order: dict) -> None:
     dist.all_gather_object(everyones, sorted(sync.plan.options.not_sharded))
     assert everyones == [everyones[0]] * len(everyones), "ranks go by different plans"
     if rank == 0:
+        senders = {sender for engine in range(len(engines)) for sender in sync.plan.senders(engine)}
         print("CASE", json.dumps({
-            "case": case, "strategy": sync.plan.strategy, "not_sharded": everyones[0],
-            "senders": len({sender for engine in range(ENGINES) for sender in sync.plan.senders(engine)}),
-            "modes": sorted({bucket.mode for bucket in sync.plan.outline})}), flush=True)
+            "case": case, "strategy": sync.plan.strategy, "not_sharded": everyones[0], "senders": len(senders),
+            "modes": sorted({bucket.mode for bucket in sync.plan.outline}), "lent": WithinGpus.lent}), flush=True)
     sync.close()
     dist.barrier()
     for engine in engines:
@@ -137,15 +173,16 @@ def run_case(case: list, strategy: str, order: dict) -> None:
 
 def push_three_times(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine]) -> None:
     """To all engines, again, and to the last one alone."""
+    count = sync.experiment.engine_count
     for step in (1, 2, 3):
         tensors = weights(trainer.model, step)
         trainer.become(tensors)
         targets = engines if step < 3 else engines[-1:]
         for engine in targets:
             engine.scramble()
-        report = sync.push(Version(0, step), None if step < 3 else [ENGINES - 1])
+        report = sync.push(Version(0, step), None if step < 3 else [count - 1])
         assert report.ok and report.verified == (step == 1) and not report.unverified, report
-        assert len(report.errors) == (ENGINES if step < 3 else 1), report
+        assert len(report.errors) == (count if step < 3 else 1), report
         assert step == 3 or report.bytes == sum(sync.plan.bytes_by_sender.values()), report
         assert all(holding(sync, targets, tensors))
     assert all(holding(sync, engines[:-1], weights(trainer.model, 2))), "not asked, but touched"
@@ -158,7 +195,7 @@ def push_changes(sync: WeightSync, trainer: FakeTrainer, engines: list[ToyEngine
         for name, new in weights(trainer.model, step).items() if step > 1 else ():
             tensors[name].view(-1)[step::50] = new.view(-1)[step::50]
         trainer.become(tensors)
-        report = sync.push(Version(0, step), [ENGINES - 1] if step == 4 else None)
+        report = sync.push(Version(0, step), [sync.experiment.engine_count - 1] if step == 4 else None)
         assert report.ok and report.verified == (step < 3), report
         full = step == 1 or step == 5 and sync.plan.strategy == "broadcast"  # where engines share the buckets
         assert report.sent_fraction > 1 if full else report.sent_fraction < 0.15, report

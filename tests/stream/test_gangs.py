@@ -83,6 +83,18 @@ def test_engines_on_the_ranks_own_gpus(delta, tmp_path, model):
 
 
 @pytest.mark.slow
+def test_a_worker_reads_what_its_rank_holds_alone_where_that_lies(tmp_path, model):
+    """Four engines of one worker beside four ranks. What other ranks hold, too, is gathered first."""
+    layouts = [("dense", {"dp": 4}), ("dense", {"pp": 2, "dp": 2}), ("dense", {"tp": 2, "dp": 2}),
+               ("experts", {"dp": 4, "ep": 4}), ("dense", {"tp": 4})]
+    cases = [[name, layout, 1, 8, ""] for name, layout in layouts]
+    models = {"dense": str(model), "experts": str(make_moe(tmp_path / "experts"))}
+    found = run(tmp_path, models, cases, transport="cuda_ipc")
+    assert [one["case"] for one in found] == cases
+    assert [bool(one["lent"]) for one in found] == [True, True, False, True, False]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True])
 def test_fp8_is_what_quantising_the_whole_tensors_would_be(delta, tmp_path):
     cases = [["experts", {"tp": 2, "dp": 2, "ep": 2}, 2, 2, ""],

@@ -184,7 +184,7 @@ def test_the_memory_beside_the_parameters_is_a_ring_of_slices(model):
     sender = Sender(model, [target(0)], {0: RecordingTransport()})
     longest = max(one.nbytes for bucket in sender.plan.outline for one in bucket.slices)
     assert sender.gatherer.nbytes == 2 * -(-longest // 16) * 16, "a single rank gathers nothing"
-    assert len({share.flat.data_ptr() for share in sender.gatherer.sends}) == 2
+    assert len({share.content.data_ptr() for share in sender.gatherer.sends}) == 2
 
 
 def test_views_follow_parameters_that_have_moved(model):

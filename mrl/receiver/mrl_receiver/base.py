@@ -42,7 +42,7 @@ class Base:
                         self.kept[-1].append((view, torch.empty_like(view)))
                         self.sources[-1][position].append(self.kept[-1][-1])
                     else:
-                        self.sources[-1][position] += placed(part, flat, offset, traced)
+                        self.sources[-1][position] += placed(part, view, traced)
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,9 @@
 """Copies within one GPU as a transport: for engines on the trainers' own GPUs.
 
-The sender's buffers are mapped into the worker's process once, by CUDA's inter-process handles as torch makes them.
-Of a transfer, only a line of JSON goes over a local socket, and an answer when the worker has copied the buffer out.
-Each worker can receive only from the sender on its own GPU, so every rank it hears of must be there.
+The sender's memory is mapped into the worker's process, by CUDA's inter-process handles as torch makes them: buffers
+once, parameters that it lends in place for as long as they stay. Of a transfer, only a line of JSON goes over a local
+socket, and an answer when the worker has copied the weights out. Each worker can receive only from the sender on its
+own GPU, so every rank it hears of must be there.
 """
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .in_place import InPlace
 from .links import SENDER_RANK, Label, LinkError, Meeting, PendingAll, finish_stream, words
 
 WATCH_S = 0.2
@@ -45,27 +47,25 @@ class CudaIpcTransport:
                            if peer != SENDER_RANK])
 
     def send(self, flat: torch.Tensor, peer: int, deadline: float, label: Optional[Label] = None) -> _Sending:
-        receiver = self._receiver(peer, deadline)
-        storage = flat.untyped_storage()
-        number, gone = receiver.begin(), receiver.forget_dead()
-        known = receiver.exported.get(storage.data_ptr())
-        exported = None
-        if known is None:
-            try:
-                exported = self._export(storage)
-            except RuntimeError as error:
-                raise LinkError(f"link {self.meeting.name}: the buffer cannot be shared: {words(error)}") from error
-            known = receiver.exported[storage.data_ptr()] = (number, StorageWeakRef(storage))
         finish_stream(flat.device)  # the worker's copy is ordered by nothing but the message
-        self.say(peer, {"number": number, "storage": known[0], "exported": exported, "gone": gone,
-                         "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes})
-        return _Sending(self, peer, number)
+        return self._tell(peer, deadline, [flat.untyped_storage()], {
+            "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes, "lasting": True, "described": False})
+
+    def lend(self, held: InPlace, peer: int, deadline: float) -> _Sending:
+        sending = self._tell(peer, deadline, held.storages, {
+            "nbytes": held.nbytes, "lasting": held.lasting, "described": True})
+        self._write(peer, held.description)
+        return sending
 
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Receiving:
         return _Receiving(self.borrow(flat.nbytes, peer, deadline), flat)
 
     def borrow(self, nbytes: int, peer: int, deadline: float) -> _Borrowing:
         return _Borrowing(self, peer, self._sender(peer, deadline).begin(), nbytes)
+
+    def let_go(self) -> None:
+        for peer in self.peers.values():
+            peer.let_go()
 
     def close(self) -> None:
         if self.closed:
@@ -86,6 +86,8 @@ class CudaIpcTransport:
             try:
                 if other.connection.poll(min(WATCH_S, max(0.0, deadline - time.monotonic()))):
                     message = json.loads(other.connection.recv_bytes())
+                    if message.get("described"):
+                        message["description"] = other.connection.recv_bytes()
                     other.heard[message["number"]] = message
                 else:
                     self._check(deadline)
@@ -93,28 +95,60 @@ class CudaIpcTransport:
                 raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})") from error
         return other.heard.pop(number)
 
-    def lend(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
-        """The buffer that a sender's message tells of, mapped here."""
-        mapped = self.peers[peer].mapped
+    def lent(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
+        """What a sender's message tells of, mapped here."""
+        other = self.peers[peer]
         for storage in message["gone"]:
-            mapped.pop(storage, None)
+            other.mapped.pop(storage, None)
         if message["nbytes"] != nbytes:
             raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {nbytes}")
         try:
-            if message["exported"] is not None:
-                mapped[message["storage"]] = _Mapped(self._map(message["exported"]))
-            found = mapped[message["storage"]]
+            for storage, exported in message["storages"]:
+                if exported is not None:
+                    other.mapped[storage] = _Mapped(self._map(exported))
+                    other.note(storage, message["lasting"])
+            found = [other.mapped[storage] for storage, _ in message["storages"]]
+            if message["described"]:
+                storages = tuple(one.storage for one in found)
+                return _Lent(self, peer, message["number"], None, {}, message["description"], storages,
+                             message["lasting"])
             flat = torch.empty(0, dtype=torch.uint8, device=self.meeting.device).set_(
-                found.storage, message["start"], (nbytes,), (1,))
+                found[0].storage, message["start"], (nbytes,), (1,))
         except (RuntimeError, KeyError) as error:  # KeyError: closed by another thread
-            raise LinkError(f"link {self.meeting.name}: rank {peer}'s buffer cannot be read: {words(error)}") from error
-        return _Lent(self, peer, message["number"], flat, found.made)
+            raise LinkError(f"link {self.meeting.name}: rank {peer}'s memory cannot be read: {words(error)}") from error
+        return _Lent(self, peer, message["number"], flat, found[0].made)
 
     def say(self, peer: int, message: dict[str, Any]) -> None:
+        self._write(peer, json.dumps(message).encode())
+
+    def _write(self, peer: int, line: bytes) -> None:
         try:
-            self.peers[peer].connection.send_bytes(json.dumps(message).encode())
+            self.peers[peer].connection.send_bytes(line)
         except OSError as error:
             raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
+
+    def _tell(self, peer: int, deadline: float, storages: Sequence[torch.UntypedStorage], about: dict[str, Any]
+              ) -> _Sending:
+        """Tell a receiver where to read, with how to map what it does not know yet."""
+        receiver = self._receiver(peer, deadline)
+        number, gone = receiver.begin(), receiver.forget_dead()
+        known = [self._known(receiver, storage, about["lasting"]) for storage in storages]
+        self.say(peer, {"number": number, "storages": known, "gone": gone, **about})
+        return _Sending(self, peer, number)
+
+    def _known(self, receiver: _Peer, storage: torch.UntypedStorage, lasting: bool) -> tuple[int, Optional[list]]:
+        """The number of a storage, and what is needed to map it if the receiver does not have it."""
+        address = storage.data_ptr()
+        if address in receiver.exported:
+            return receiver.exported[address][0], None
+        try:
+            exported = self._export(storage)
+        except RuntimeError as error:
+            raise LinkError(f"link {self.meeting.name}: the memory cannot be shared: {words(error)}") from error
+        number = receiver.storages = receiver.storages + 1
+        receiver.exported[address] = number, StorageWeakRef(storage)
+        receiver.note(address, lasting)
+        return number, exported
 
     # -- meeting
 
@@ -221,16 +255,19 @@ class _Mapped:
 
 @dataclass
 class _Peer:
-    """The other end of a socket. Transfers are numbered, in both processes alike.
+    """The other end of a socket. Transfers are numbered, in both processes alike, and so are storages.
 
-    exported: by address, the number and the memory of each buffer that the peer has mapped; mapped: the peer's
-    buffers here, by that number. heard: messages that nobody has asked for yet.
+    exported: by address, the number and the memory of each storage that the peer has mapped; mapped: the peer's
+    storages here, by that number. passing: the addresses, or numbers, of those that count until the end of a sync.
+    heard: messages that nobody has asked for yet.
     """
 
     connection: Connection
     transfers: int = 0
+    storages: int = 0
     exported: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
     mapped: dict[int, _Mapped] = field(default_factory=dict)
+    passing: list[int] = field(default_factory=list)
     heard: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self) -> int:
@@ -241,6 +278,18 @@ class _Peer:
         """The numbers of exported buffers that have been freed here; until the peer unmaps them they take memory."""
         dead = [address for address, (_, memory) in self.exported.items() if memory.expired()]
         return [self.exported.pop(address)[0] for address in dead]
+
+    def note(self, storage: int, lasting: bool) -> None:
+        """A storage that was exported, by its address, or mapped, by its number."""
+        if not lasting:
+            self.passing.append(storage)
+
+    def let_go(self) -> None:
+        """Of what does not last."""
+        for storage in self.passing:
+            self.exported.pop(storage, None)
+            self.mapped.pop(storage, None)
+        self.passing.clear()
 
 
 @dataclass(frozen=True)
@@ -258,8 +307,11 @@ class _Lent:
     transport: CudaIpcTransport
     peer: int
     number: int
-    flat: torch.Tensor
+    flat: Optional[torch.Tensor]
     made: dict[Any, Any]
+    description: bytes = b""
+    storages: tuple[torch.UntypedStorage, ...] = ()
+    lasting: bool = True
 
     def give_back(self) -> None:
         self.transport.say(self.peer, {"number": self.number})
@@ -273,7 +325,7 @@ class _Borrowing:
     nbytes: int
 
     def wait(self, deadline: float) -> _Lent:
-        return self.transport.lend(self.peer, self.transport.hear(self.peer, self.number, deadline), self.nbytes)
+        return self.transport.lent(self.peer, self.transport.hear(self.peer, self.number, deadline), self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, Optional, Protocol, Sequence
 import torch
 import torch.distributed as dist
 
+from .in_place import InPlace
 from .wire import Part
 
 SENDER_RANK = 0
@@ -141,19 +142,23 @@ class Gathering(Transport, Protocol):
 
 
 class Lent(Protocol):
-    """A peer's buffer, to be read where it lies."""
+    """A peer's memory, to be read where it lies."""
 
-    flat: torch.Tensor
-    """uint8, contiguous."""
+    flat: Optional[torch.Tensor]
+    """A buffer, uint8 and contiguous; or None, and what there is to read is what `description` says of `storages`."""
     made: dict[Any, Any]
-    """For what its borrower derives from the memory, such as views; forgotten when that memory goes."""
+    """For what its borrower derives from a buffer, such as views; forgotten when that memory goes."""
+    description: bytes
+    storages: tuple[torch.UntypedStorage, ...]
+    lasting: bool
+    """Whether the memory may be kept for later syncs."""
 
     def give_back(self) -> None:
         """It has been read; the peer may write to it. LinkError."""
 
 
 class Borrowing(Protocol):
-    """A buffer that a peer will lend."""
+    """What a peer will lend."""
 
     def wait(self, deadline: float) -> Lent:
         """Return when it may be read. LinkError, as with Pending."""
@@ -164,6 +169,12 @@ class Lending(Transport, Protocol):
 
     def borrow(self, nbytes: int, peer: int, deadline: float) -> Borrowing:
         """As `receive` of that many bytes, without a buffer to copy them to."""
+
+    def lend(self, held: InPlace, peer: int, deadline: float) -> Pending:
+        """As `send`, of what has not been gathered in a buffer. All device work on it must be done."""
+
+    def let_go(self) -> None:
+        """A sync is over: forget memory of its own, or of peers, that does not last. No view of it may be left."""
 
 
 def own_stream(device: torch.device) -> AbstractContextManager:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Callable, Collection, Optional, Sequence
+from typing import Any, Callable, Collection, NamedTuple, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .announced import Announced
 from .base import Base
 from .checksum import add, checksums
+from .in_place import Views, read
 from .links import Lent, LinkError, failed_key, finish_stream, open_store
 from .proof import fingerprints, unfaithful
 from .routes import Arrival, Routes, misfits
@@ -36,12 +37,21 @@ class Refused(RuntimeError):
     """The request is not for this worker, or not for now; nothing has been changed."""
 
 
+class _InPlace(NamedTuple):
+    """A bucket in its sender's parameters: what they said of it, and what was made of that."""
+
+    description: bytes
+    arrival: Arrival
+    views: Views
+    lasting: bool
+
+
 @dataclass
 class _Prepared:
     """A plan that was taken on: what of it this worker receives, where, and how it is put in place. ring: memory of
     its own; bucket i lies in ring[i mod len(ring)]. Where buckets can be borrowed from their senders instead there is
-    none, and no slots and arrivals. proven: its shards have been compared with the loader. base: what
-    changes are applied to, if changes are to come."""
+    none, and no slots and arrivals; in_place: by position, what was made of those that lie in place. proven: its shards
+    have been compared with the loader. base: what changes are applied to, if changes are to come."""
 
     plan: Plan
     buckets: tuple[Bucket, ...]
@@ -53,14 +63,30 @@ class _Prepared:
     routes: Routes
     proven: bool
     base: Optional[Base]
+    in_place: dict[int, _InPlace] = field(default_factory=dict)
 
     def arrival(self, position: int, lent: Lent) -> Arrival:
-        """What is to be done with a bucket where its sender has it: made once for each place of its ring."""
+        """What is to be done with a bucket where its sender has it: made once for each place of a ring, and once for
+        what lies in place. ValueError when that is not the bucket."""
+        if lent.flat is None:
+            known = self.in_place.get(position)
+            if known is None or known.description != lent.description:
+                arrival = self.routes.arrival_of(read(lent.description, self.buckets[position], lent.storages))
+                known = self.in_place[position] = _InPlace(
+                    lent.description, arrival, Views(arrival.sources, lent.storages), lent.lasting)
+            known.views.follow(lent.storages)
+            return known.arrival
         key = position, lent.flat.storage_offset()
         if key not in lent.made:
             flat = lent.flat.view(self.buckets[position].torch_dtype)
             lent.made[key] = self.routes.arrival(position, flat)
         return lent.made[key]
+
+    def leave(self, lasting: bool = False) -> None:
+        """Hold none of the parameters' memory that senders lend for one sync, or, with `lasting`, none at all."""
+        for known in self.in_place.values():
+            if lasting or not known.lasting:
+                known.views.leave()
 
 
 class Receiver:
@@ -182,6 +208,8 @@ class Receiver:
 
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""
+        if self.prepared is not None:
+            self.prepared.leave(lasting=True)
         if self.announced is not None:
             self.announced.close()
         if self.connections is not None:
@@ -216,7 +244,7 @@ class Receiver:
 
     def _make_room(self, plan: Plan, request: SyncRequest) -> _Prepared:
         buckets, lent = plan.of_worker(self.worker), _lends(plan, request)
-        routes = Routes(buckets, self.traced, self.load)
+        routes = Routes(buckets, self.traced, self.load, in_parts=lent)
         ring: list[torch.Tensor] = []
         slots: list[torch.Tensor] = []
         if not lent:
@@ -276,6 +304,9 @@ class Receiver:
             finish_stream(self.device)  # a slot may be received into again only when it has been read
 
         seconds = incoming.put_in_place(apply)
+        if own.lent:
+            own.leave()
+            self.connections.let_go()
         began = time.monotonic()
         with torch.no_grad():
             self.refresh()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -35,20 +35,21 @@ class _Axis(NamedTuple):
     step: int
 
 
-def intersect(lattice: Lattice, part: Part) -> Optional[list[Block]]:
+def intersect(lattice: Lattice, part: Part, steps: Optional[Sequence[int]] = None) -> Optional[list[Block]]:
     """The elements of `lattice` that lie in the part's box, as rectangles. None: they cannot be told apart that way.
 
-    That is so only for lattices whose rows run across the rows of the HF tensor, and only for parts of a tensor.
+    steps: strides of the part's elements, by dimension of its box; None: they lie row by row without gaps. Lattices
+    that cannot be told apart have rows that run across the rows of the HF tensor; of a whole one without gaps they can.
     """
     start, shape, strides = lattice
-    if part.whole:
+    if part.whole and steps is None:
         return [Block(tuple(slice(0, size) for size in shape), shape, start, strides)]
     separated = _separate(lattice, part.shape)
     if separated is None:
         return None
     corner, axes = separated
     inside = [_inside(axes[d], corner[d], *part.box[d]) for d in range(len(part.shape))]
-    steps = row_major(part.box_shape)
+    steps = steps or row_major(part.box_shape)
     blocks = []
     for ranges in product(*inside):
         first = sum((corner[d] - part.box[d][0]) * steps[d] for d in range(len(steps)))
@@ -126,14 +127,22 @@ class Arrival(NamedTuple):
     copies: Copies
     staged: list[tuple[Part, torch.Tensor]]
 
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """Views of where it arrives: all that is read."""
+        return [*self.copies.sources, *(view for _, view in self.staged)]
+
 
 class Routes:
-    """The routes of all buckets of one worker, and the staging memory that they share."""
+    """The routes of all buckets of one worker, and the staging memory that they share.
 
-    def __init__(self, buckets: Sequence[Bucket], traced: Traced, load: Loader):
+    in_parts: tensors may arrive in other parts than those of the buckets.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], traced: Traced, load: Loader, in_parts: bool = False):
         self.traced, self.load = traced, load
         self.staging: dict[str, torch.Tensor] = {}
-        self.staged = staged_names(buckets, traced)
+        self.staged = staged_names(buckets, traced, in_parts)
         self.routes = [Route(bucket) for bucket in buckets]
         filled: set[str] = set()
         last: dict[tuple[str, ...], Route] = {}
@@ -149,13 +158,17 @@ class Routes:
 
     def arrival(self, position: int, flat: torch.Tensor) -> Arrival:
         """What is to be done with the bucket at `position` when it has arrived in `flat`, of its dtype."""
+        return self.arrival_of((part, part.values(flat, offset)) for part, offset in self.routes[position].bucket.parts)
+
+    def arrival_of(self, parts: Iterable[tuple[Part, torch.Tensor]]) -> Arrival:
+        """What is to be done with parts that have arrived, each in a tensor of its box's shape."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         staged: list[tuple[Part, torch.Tensor]] = []
-        for part, offset in self.routes[position].bucket.parts:
+        for part, values in parts:
             if part.name in self.staged:
-                staged.append((part, part.values(flat, offset)))
+                staged.append((part, values))
             else:
-                pairs += placed(part, flat, offset, self.traced)
+                pairs += placed(part, values, self.traced)
         return Arrival(Copies(pairs), staged)
 
     @torch.no_grad()
@@ -185,24 +198,25 @@ class Routes:
                 target.copy_(tensor.as_strided(shape, strides, start))
 
 
-def staged_names(buckets: Sequence[Bucket], traced: Traced) -> set[str]:
-    """Names of the tensors that cannot be copied as they come."""
+def staged_names(buckets: Sequence[Bucket], traced: Traced, in_parts: bool = False) -> set[str]:
+    """Names of the tensors that cannot be copied as they come: in the buckets' parts, or in any parts of those."""
     staged = {part.name for bucket in buckets for part, _ in bucket.parts if part.name in traced.opaque}
     for bucket in buckets:
         for part, _ in bucket.parts:
-            if any(intersect(home.lattice, part) is None for home in traced.homes.get(part.name, [])):
+            steps = row_major(part.box_shape) if in_parts else None
+            if any(intersect(home.lattice, part, steps) is None for home in traced.homes.get(part.name, [])):
                 staged.add(part.name)
     return staged
 
 
-def placed(part: Part, flat: torch.Tensor, offset: int, traced: Traced) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of a part's elements that a worker holds, in the flat bucket from `offset` on, and of where it holds them.
+def placed(part: Part, values: torch.Tensor, traced: Traced) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of a part's elements that a worker holds, in `values`, of its box's shape, and of where it holds them.
 
     Of tensors that are not staged alone.
     """
-    values = part.values(flat, offset)
+    steps = None if values.is_contiguous() else values.stride()
     for home in traced.homes.get(part.name, []):
-        for block in intersect(home.lattice, part):
+        for block in intersect(home.lattice, part, steps):
             yield (_bytes(values.as_strided(block.shape, block.strides, values.storage_offset() + block.start)),
                    _bytes(home.target[block.index]))
 

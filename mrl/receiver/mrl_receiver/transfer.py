@@ -76,6 +76,12 @@ class Connections:
         else:
             self._join_messages(bucket, flat, deadline)
 
+    def let_go(self) -> None:
+        """Of memory that peers have lent for this sync alone."""
+        for transport in (*self.broadcasts.values(), self.peers):
+            if transport is not None:
+                transport.let_go()
+
     def close(self) -> None:
         """Give up; the peers' ends fail too."""
         for transport in self.all:

@@ -1,8 +1,8 @@
 """Weighted sums over blocks of 64-bit words, in two ways that agree bit for bit.
 
 A block is a tensor words[i, j, …] of int64; the weight of a word is 2 (start + i strides[0] + j strides[1] + …) + 1,
-and sums are mod 2^64. `Marginals` needs torch alone and reads every block once for each of its dimensions. `Tiles` reads it
-once, in one kernel for many blocks: for GPUs, where torch has Triton.
+and sums are mod 2^64. `Marginals` needs torch alone and reads every block once for each of its dimensions. `Tiles`
+reads it once, in one kernel for many blocks: for GPUs, where torch has Triton.
 """
 from __future__ import annotations
 
