@@ -30,7 +30,7 @@ from mrl.reshard.layout import Coord, Layout, expert_range
 from mrl.reshard.params import ParamPlan, gather_groups, hf_tensors, is_expert, is_output, local_params
 from mrl.reshard.plan import SyncPlan
 from mrl.reshard.spec import ModelSpec, model_spec
-from mrl.stream.planning import plan_of, with_transport
+from mrl.stream.planning import plan_of, receive_buffers, with_transport
 
 _MAX_ROWS = 32  # of a table with one row a rank or engine
 _FP32_BYTES = 4
@@ -329,7 +329,7 @@ def turn_memory(plan: Plan) -> dict[str, tuple[int, int]]:
     """By turn, the bytes of the rank that needs most and of an engine's worker, whose cache is not counted."""
     rank = max(range(min(plan.layout.world, _MAX_ROWS)), key=lambda rank: rank_memory(plan, rank).total)
     whole, policy = rank_memory(plan, rank), rank_memory(replace(plan, critic=None), rank)
-    ring = plan.exp.sync.buffers * plan.sync.max_bucket_bytes
+    ring = receive_buffers(plan.exp) * plan.sync.max_bucket_bytes
     worker = ring + max(engine_weights(plan, worker) for worker in {0, plan.sync.engine_layout.world - 1})
     offloads, sleeps = plan.exp.trainers_offload(plan.device), plan.exp.engines_sleep(plan.device)
     return {"train": (whole.total, ring if sleeps else worker),
@@ -363,7 +363,7 @@ def _sync_rows(plan: Plan) -> Rows:
         *([("kept for sync.delta", f"what a rank sends, on the busiest {_size(_busiest_kept(sync))}")]
           if plan.exp.sync.delta else []),
         ("bytes an engine worker receives", _size(max(received))),
-        ("receive buffers a worker", f"{plan.exp.sync.buffers} × {_size(sync.max_bucket_bytes)}"),
+        ("receive buffers a worker", f"{receive_buffers(plan.exp)} × {_size(sync.max_bucket_bytes)}"),
         ("lower bound", f"{sync.lower_bound_s:.3g} s with {cluster.nic_gb_s:g} GB/s a GPU between machines and "
                         f"{cluster.nvlink_gb_s:g} GB/s inside"),
         ("transport", plan.exp.sync.transport),

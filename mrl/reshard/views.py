@@ -8,7 +8,7 @@ The stream code packs, gathers, assembles and sends without knowing any layout:
     or, where `slice.ranks` is one rank alone, without a gather
                     srcs, dsts = direct_views(slice, params, flat)               parameters       -> the slice
     or, where its receiver reads the sender's memory
-                    parts, values = in_place_views(slice, params)                the parameters as the slice
+                    parts, values = in_place_views(slice, params, dtype)         the parameters as the slice
 
 The views keep pointing at the same memory, so they stay valid as long as parameters and buffers are updated in place.
 """

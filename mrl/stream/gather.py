@@ -26,13 +26,6 @@ from mrl.stream.quantise import quantise
 
 
 @dataclass(frozen=True)
-class Lending:
-    """That workers read the sender's memory. lasting: the parameters' memory is never given up."""
-
-    lasting: bool
-
-
-@dataclass(frozen=True)
 class Share:
     """What one rank does for one slice.
 
@@ -67,12 +60,12 @@ class Gatherer:
     params: this rank's shards by Megatron name, updated in place by training. buffers: finished slices that a sender
     holds at a time; the i-th that it sends lies in slot i mod `buffers`. Beside that ring a rank has room for its own
     pieces of one slice, if it passes any on, for the other ranks' pieces of one slice, if it gathers any, and for one
-    slice, if it quantises any. lending: what the sender has by itself is not gathered, but lent where it lies.
+    slice, if it quantises any. lends: what the sender has by itself is not gathered, but lent where it lies.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, params: Mapping[str, torch.Tensor], engines: frozenset[int],
-                 buffers: int, lending: Optional[Lending] = None):
-        self.rank, self.params, self.engines, self.buffers, self.lending = rank, params, engines, buffers, lending
+                 buffers: int, lends: bool = False):
+        self.rank, self.params, self.engines, self.buffers, self.lends = rank, params, engines, buffers, lends
         self.device = next(iter(params.values())).device
         self.places = _places(params)
         mine = [_Place(bucket, position, rank) for bucket in plan.of_rank(rank) if engines & set(bucket.engines)
@@ -80,7 +73,7 @@ class Gatherer:
         self.packed = self._room(max((place.packed_bytes for place in mine), default=0))
         self.gathered = self._room(max((place.gathered_bytes for place in mine), default=0))
         self.weights = self._room(max((place.weights_bytes for place in mine), default=0))
-        lent = [self._in_place(place, lending.lasting) if lending else None for place in mine]
+        lent = [self._in_place(place) if lends else None for place in mine]
         slot = max((place.slot_bytes for place, held in zip(mine, lent) if held is None), default=0)
         self.ring = [self._room(slot) for _ in range(buffers)] if slot else []
         self.shares: list[Share] = []
@@ -115,12 +108,12 @@ class Gatherer:
     def _room(self, nbytes: int) -> torch.Tensor:
         return torch.empty(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)  # a multiple of every dtype
 
-    def _in_place(self, place: _Place, lasting: bool) -> Optional[InPlace]:
+    def _in_place(self, place: _Place) -> Optional[InPlace]:
         """The slice where it lies; None where it has to be gathered or quantised."""
         if place.bucket.fp8 or place.slice.ranks != (self.rank,):
             return None
         found = in_place_views(place.slice, self.params, place.dtype)
-        return found and InPlace(_receivers(found[0]), found[1], lasting)
+        return found and InPlace(_receivers(found[0]), found[1])
 
     def _share(self, place: _Place, workers: int, lent: Optional[InPlace]) -> Share:
         bucket, one = place.bucket, place.slice

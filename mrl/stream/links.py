@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from mrl.receiver.mrl_receiver.in_place import InPlace
-from mrl.receiver.mrl_receiver.links import (SENDER_RANK, Label, LinkError, Meeting, Pending, Transport, failed_key,
-                                             open_store, own_stream)
+from mrl.receiver.mrl_receiver.links import (SENDER_RANK, Label, Lending, LinkError, Meeting, Pending, Transport,
+                                             failed_key, open_store, own_stream)
 from mrl.receiver.mrl_receiver.transports import connect
 from mrl.receiver.mrl_receiver.wire import BROADCAST, PEERS, SyncRequest, ready_key
 from mrl.reshard.plan import SyncPlan
@@ -63,7 +63,7 @@ class Link:
     """The communicators of one sender to one engine: with all senders and workers, and for its own broadcasts."""
 
     senders: int
-    p2p: Optional[Transport] = None
+    p2p: Optional[Transport | Lending] = None
     broadcasts: Optional[Transport] = None
 
     def start(self, content: torch.Tensor | InPlace, workers: Workers, deadline: float, label: Label) -> list[Pending]:

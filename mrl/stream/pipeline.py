@@ -55,12 +55,13 @@ def label_prefix(version: tuple[int, int], push: int) -> str:
 
 
 class _SenderThread(threading.Thread):
-    """Sends the filled slices in order. `free` counts slots of the ring that every link has finished with."""
+    """Sends the filled slices in order. `free` counts how many more may be filled: one for each, up to the number of
+    buffers, that every link has finished with."""
 
     def __init__(self, gatherer: Gatherer, links: Links, seats: Mapping[int, Seat], targets: list[Target],
                  timeout_s: float, bases: Optional[Bases], sent: Sent):
         super().__init__(name="mrl-send", daemon=True)
-        self.shares, self.slots, self.lending = gatherer.sends, gatherer.buffers, gatherer.lending
+        self.shares, self.slots, self.lends = gatherer.sends, gatherer.buffers, gatherer.lends
         self.device = links.device
         self.links, self.seats, self.targets, self.timeout_s, self.sent = links, seats, targets, timeout_s, sent
         self.bases, self.push = bases, targets[0].request.push
@@ -73,9 +74,11 @@ class _SenderThread(threading.Thread):
     def run(self) -> None:
         try:
             with self.links.stream:
-                self._send_all()
-                if self.lending is not None:
-                    self.links.let_go()
+                try:
+                    self._send_all()
+                finally:
+                    if self.lends:
+                        self.links.let_go()
                 finish_stream(self.device)  # the buffers will be used on other streams
         except BaseException as error:  # handed to the main thread, which must not hang in `free` meanwhile
             self.crash = error

@@ -30,6 +30,14 @@ def with_transport(experiment: Experiment, device: str) -> Experiment:
     return experiment.model_copy(update={"sync": sync.model_copy(update={"transport": transport})})
 
 
+def receive_buffers(experiment: Experiment) -> int:
+    """Buckets that an engine's worker has room for. None where it reads them in the memory of a rank on its GPU: it
+    neither joins slices of them with other workers nor applies changes to them. The transport is decided."""
+    sync = experiment.sync
+    within_memory = sync.transport == "cuda_ipc" and experiment.rollout.parallel.tp == 1 and not sync.delta
+    return 0 if within_memory else sync.buffers
+
+
 def plan_of(
     experiment: Experiment, spec: ModelSpec, layout: Layout, te: bool, not_sharded: frozenset[str] = frozenset(),
 ) -> SyncPlan:

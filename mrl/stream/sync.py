@@ -17,15 +17,14 @@ from mrl.config.schema import Experiment
 from mrl.engine.api import Version
 from mrl.receiver.mrl_receiver.disk import discard
 from mrl.receiver.mrl_receiver.links import address_towards
-from mrl.receiver.mrl_receiver.transports import LENDING
 from mrl.receiver.mrl_receiver.wire import SyncRequest
 from mrl.reshard.plan import SyncPlan
 from mrl.stream.calls import MARGIN_S, EngineCalls, Round
 from mrl.stream.delta import Bases
-from mrl.stream.gather import Gatherer, Lending
+from mrl.stream.gather import Gatherer
 from mrl.stream.links import Links, Target, seats
 from mrl.stream.pipeline import label_prefix, stream
-from mrl.stream.planning import plan_of, with_transport
+from mrl.stream.planning import plan_of, receive_buffers, with_transport
 from mrl.stream.report import PushReport, Sent
 
 logger = logging.getLogger(__name__)
@@ -182,15 +181,9 @@ class WeightSync:
         params = self.trainer.local_params()
         if self.gatherer is None or not self.gatherer.current(params, engines):
             self.gatherer = None  # its buffers go before the next one's come
-            self.gatherer = Gatherer(self.plan, self.rank, params, engines, self.settings.buffers, self._lending())
+            self.gatherer = Gatherer(self.plan, self.rank, params, engines, self.settings.buffers,
+                                     lends=not receive_buffers(self.experiment))
         return self.gatherer
-
-    def _lending(self) -> Optional[Lending]:
-        """Whether workers read parameters where they are: those that do not join slices or apply changes, in what they
-        see of this rank's memory."""
-        if self.settings.transport not in LENDING or self.settings.delta or self.plan.engine_layout.node > 1:
-            return None
-        return Lending(lasting=not self.experiment.trainers_offload(self.links.device.type))
 
     def _hear_targets(self, number: int) -> list[Target]:
         """What rank 0 has to say at the beginning of a push: whom it is for, and by which plan."""

@@ -88,7 +88,7 @@ class _PoisonBorrowing:
 class _PoisonLent:
     def __init__(self, inner: Lent):
         self.inner, self.flat, self.made = inner, inner.flat, inner.made
-        self.description, self.storages, self.lasting = inner.description, inner.storages, inner.lasting
+        self.description, self.storages = inner.description, inner.storages
 
     def give_back(self) -> None:
         if self.flat is not None:

@@ -61,6 +61,9 @@ class HostIpc(CudaIpcTransport):
     def _export(self, storage):
         return [self.paths[storage.data_ptr()], storage.nbytes()]
 
+    def _alias(self, storage):
+        return storage
+
     def _map(self, exported):
         return torch.UntypedStorage.from_file(exported[0], True, exported[1])
 
@@ -166,7 +169,7 @@ class Rank:
         if self.rank == 0:
             tensor = self.buffer(expected.view(-1)).view(LENT)
             halves = [((0, rows), (0, columns // 2)), ((0, rows), (columns // 2, columns))]
-            held = InPlace([Part("t", LENT, box, 0) for box in halves], tensor.chunk(2, dim=1), lasting=False)
+            held = InPlace([Part("t", LENT, box, 0) for box in halves], tensor.chunk(2, dim=1))
             finish_stream(self.device)
             comm.lend(held, 1, self.deadline).wait(self.deadline)
             comm.let_go()

@@ -105,7 +105,6 @@ class Lent:
     description: bytes = b""
     storages: tuple = ()
     made: dict = field(default_factory=dict)
-    lasting: bool = True
 
     def give_back(self):
         pass

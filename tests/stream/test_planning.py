@@ -1,6 +1,8 @@
 """From an experiment to its sync plan."""
+import pytest
+
 from mrl.reshard import EngineLayout, Layout
-from mrl.stream.planning import plan_of
+from mrl.stream.planning import plan_of, receive_buffers, with_transport
 from tests.reshard.simulate import spec_of
 from tests.rollout.experiments import experiment
 
@@ -19,3 +21,13 @@ def test_engines_are_as_the_experiment_splits_them():
     plan = plan_of(experiment(rollout=sizes, cluster={"rollout_gpus": 8, "gpus_per_node": 4}), spec_of("qwen3-moe"),
                    Layout(), te=False)
     assert plan.engine_layout == EngineLayout("sglang", count=2, tp=4, ep=2, dp=2, gpus_per_node=4)
+
+
+@pytest.mark.parametrize("changes, buffers", [
+    ({}, 0), ({"rollout": {"parallel": {"tp": 2}}}, 3), ({"sync": {"delta": True}}, 3),
+    ({"sync": {"transport": "gloo"}}, 3)])
+def test_workers_need_buffers_unless_they_read_a_ranks_memory(changes, buffers):
+    sections = {"loop": {"mode": "colocated_sync"}, "rollout": {},
+                "cluster": {"gpus": 2, "trainer_gpus": None, "rollout_gpus": None}, **changes}
+    exp = experiment(**{**sections, "sync": {"buffers": 3, **changes.get("sync", {})}})
+    assert receive_buffers(with_transport(exp, "cuda")) == buffers

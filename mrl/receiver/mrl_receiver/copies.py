@@ -20,6 +20,11 @@ ALONE_BYTES = 12 << 20
 an H200 it takes 11 us to start one, in which torch's kernel for many copies copies 9 MiB."""
 
 
+def unattached(view: torch.Tensor) -> torch.Tensor:
+    """The view without what it is a view of: else that would keep its memory when the view is given other memory."""
+    return view.data
+
+
 class _Run(NamedTuple):
     """Contiguous elements of one storage."""
 
@@ -40,7 +45,7 @@ class _Run(NamedTuple):
 
     @property
     def view(self) -> torch.Tensor:
-        return self.tensor.as_strided((self.numel,), (1,), self.start)
+        return unattached(self.tensor.as_strided((self.numel,), (1,), self.start))
 
 
 class Copies:
@@ -57,7 +62,7 @@ class Copies:
         for source, target in pairs:
             slabs = _slabs(source.detach(), target.detach())
             if slabs is None:
-                others.append((source, target))
+                others.append((unattached(source), target))
                 continue
             runs = alike.setdefault(source.dtype, [])
             for one, other in slabs:

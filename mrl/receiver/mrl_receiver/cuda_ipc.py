@@ -1,21 +1,22 @@
 """Copies within one GPU as a transport: for engines on the trainers' own GPUs.
 
 The sender's memory is mapped into the worker's process, by CUDA's inter-process handles as torch makes them: buffers
-once, parameters that it lends in place for as long as they stay. Of a transfer, only a line of JSON goes over a local
-socket, and an answer when the worker has copied the weights out. Each worker can receive only from the sender on its
-own GPU, so every rank it hears of must be there.
+once, parameters that it lends in place for one sync. Of a transfer, only a line of JSON goes over a local socket, and
+an answer when the worker has copied the weights out. Each worker can receive only from the sender on its own GPU, so
+every rank it hears of must be there.
 """
 from __future__ import annotations
 
 import json
 import shutil
 import socket
+import struct
 import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +27,8 @@ from .links import SENDER_RANK, Label, LinkError, Meeting, PendingAll, finish_st
 WATCH_S = 0.2
 """Between two questions to the store whether a peer has given up. A dead peer shows at once, as a closed socket."""
 POLL_S = 0.005
+STALL_S = 20
+"""For what is read as soon as it comes; a peer that takes longer hangs."""
 _BINARY = (1, 4, 6)  # of what torch's _share_cuda_ returns, which is handed to _new_shared_cuda as it is
 
 
@@ -48,14 +51,34 @@ class CudaIpcTransport:
 
     def send(self, flat: torch.Tensor, peer: int, deadline: float, label: Optional[Label] = None) -> _Sending:
         finish_stream(flat.device)  # the worker's copy is ordered by nothing but the message
-        return self._tell(peer, deadline, [flat.untyped_storage()], {
-            "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes, "lasting": True, "described": False})
+        receiver, storage = self._receiver(peer, deadline), flat.untyped_storage()
+        number, gone, known = receiver.begin(), receiver.forget_dead(), receiver.exported.get(storage.data_ptr())
+        exported = None
+        if known is None:
+            exported = self._exported(storage)
+            known = receiver.exported[storage.data_ptr()] = receiver.number(), StorageWeakRef(storage)
+        self.say(peer, {"number": number, "storages": [[known[0], exported]], "gone": gone,
+                        "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes})
+        return _Sending(self, peer, number)
 
     def lend(self, held: InPlace, peer: int, deadline: float) -> _Sending:
-        sending = self._tell(peer, deadline, held.storages, {
-            "nbytes": held.nbytes, "lasting": held.lasting, "described": True})
-        self._write(peer, held.description)
-        return sending
+        receiver = self._receiver(peer, deadline)
+        number, storages = receiver.begin(), []
+        for storage in held.storages:
+            exported = None
+            if storage._cdata not in receiver.lent:
+                # Torch keeps what it has exported until its reader has let go. This may be freed before: a reader that
+                # dies never does.
+                alias = self._alias(storage)
+                exported = self._exported(alias)
+                receiver.lent[storage._cdata] = receiver.number(), alias
+            storages.append((receiver.lent[storage._cdata][0], exported))
+        place = receiver.described.get(held.description)
+        described = [held.description] if place is None else []
+        place = receiver.described.setdefault(held.description, number)
+        self.say(peer, {"number": number, "storages": storages, "gone": [], "nbytes": held.nbytes, "described": place},
+                 *described)
+        return _Sending(self, peer, number)
 
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Receiving:
         return _Receiving(self.borrow(flat.nbytes, peer, deadline), flat)
@@ -85,70 +108,51 @@ class CudaIpcTransport:
         while number not in other.heard:
             try:
                 if other.connection.poll(min(WATCH_S, max(0.0, deadline - time.monotonic()))):
-                    message = json.loads(other.connection.recv_bytes())
-                    if message.get("described"):
-                        message["description"] = other.connection.recv_bytes()
+                    line, *description = other.connection.recv_bytes().split(b"\n", 1)
+                    message = json.loads(line)
                     other.heard[message["number"]] = message
+                    if description:
+                        other.descriptions[message["described"]] = description[0]
                 else:
                     self._check(deadline)
             except (OSError, EOFError) as error:
                 raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})") from error
         return other.heard.pop(number)
 
-    def lent(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
+    def map_lent(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
         """What a sender's message tells of, mapped here."""
-        other = self.peers[peer]
+        other, number = self.peers[peer], message["number"]
         for storage in message["gone"]:
             other.mapped.pop(storage, None)
         if message["nbytes"] != nbytes:
             raise LinkError(f"link {self.meeting.name}: rank {peer} sends {message['nbytes']} bytes, not {nbytes}")
+        in_place = "described" in message
         try:
             for storage, exported in message["storages"]:
                 if exported is not None:
-                    other.mapped[storage] = _Mapped(self._map(exported))
-                    other.note(storage, message["lasting"])
+                    other.mapped[storage] = _Mapped(self._map(exported), in_place)
             found = [other.mapped[storage] for storage, _ in message["storages"]]
-            if message["described"]:
-                storages = tuple(one.storage for one in found)
-                return _Lent(self, peer, message["number"], None, {}, message["description"], storages,
-                             message["lasting"])
+            if in_place:
+                return _Lent(self, peer, number, None, {}, other.descriptions[message["described"]],
+                             tuple(one.storage for one in found))
             flat = torch.empty(0, dtype=torch.uint8, device=self.meeting.device).set_(
                 found[0].storage, message["start"], (nbytes,), (1,))
         except (RuntimeError, KeyError) as error:  # KeyError: closed by another thread
             raise LinkError(f"link {self.meeting.name}: rank {peer}'s memory cannot be read: {words(error)}") from error
-        return _Lent(self, peer, message["number"], flat, found[0].made)
+        return _Lent(self, peer, number, flat, found[0].made)
 
-    def say(self, peer: int, message: dict[str, Any]) -> None:
-        self._write(peer, json.dumps(message).encode())
-
-    def _write(self, peer: int, line: bytes) -> None:
+    def say(self, peer: int, message: dict[str, Any], *more: bytes) -> None:
+        """One line, and what follows it."""
         try:
-            self.peers[peer].connection.send_bytes(line)
+            self.peers[peer].connection.send_bytes(b"\n".join([json.dumps(message).encode(), *more]))
         except OSError as error:
             raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
 
-    def _tell(self, peer: int, deadline: float, storages: Sequence[torch.UntypedStorage], about: dict[str, Any]
-              ) -> _Sending:
-        """Tell a receiver where to read, with how to map what it does not know yet."""
-        receiver = self._receiver(peer, deadline)
-        number, gone = receiver.begin(), receiver.forget_dead()
-        known = [self._known(receiver, storage, about["lasting"]) for storage in storages]
-        self.say(peer, {"number": number, "storages": known, "gone": gone, **about})
-        return _Sending(self, peer, number)
-
-    def _known(self, receiver: _Peer, storage: torch.UntypedStorage, lasting: bool) -> tuple[int, Optional[list]]:
-        """The number of a storage, and what is needed to map it if the receiver does not have it."""
-        address = storage.data_ptr()
-        if address in receiver.exported:
-            return receiver.exported[address][0], None
+    def _exported(self, storage: torch.UntypedStorage) -> list:
         try:
-            exported = self._export(storage)
+            return self._export(storage)
         except RuntimeError as error:
             raise LinkError(f"link {self.meeting.name}: the memory cannot be shared: {words(error)}") from error
-        number = receiver.storages = receiver.storages + 1
-        receiver.exported[address] = number, StorageWeakRef(storage)
-        receiver.note(address, lasting)
-        return number, exported
 
     # -- meeting
 
@@ -159,7 +163,7 @@ class CudaIpcTransport:
         while peer not in self.peers:
             self._check(deadline)
             try:
-                connection = Connection(self.listener.accept()[0].detach())
+                connection = _connection(self.listener.accept()[0])
                 self.peers[json.loads(connection.recv_bytes())["rank"]] = _Peer(connection)
             except TimeoutError:
                 continue
@@ -183,7 +187,7 @@ class CudaIpcTransport:
             caller = socket.socket(socket.AF_UNIX)
             try:
                 caller.connect(place["path"])
-                self.peers[peer] = _Peer(Connection(caller.detach()))
+                self.peers[peer] = _Peer(_connection(caller))
                 self.say(peer, {"rank": self.meeting.rank})
             except OSError as error:
                 raise LinkError(f"link {self.meeting.name}: no socket at {place['path']}: {error}; cuda_ipc needs "
@@ -233,6 +237,10 @@ class CudaIpcTransport:
                             f"{self.meeting.device.type}")
         return str(torch.cuda.get_device_properties(self.meeting.device).uuid)
 
+    def _alias(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The same memory, without a claim to it."""
+        return torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+
     def _export(self, storage: torch.UntypedStorage) -> list:
         """What another process needs to map `storage`."""
         handles = list(storage._share_cuda_())
@@ -245,11 +253,19 @@ class CudaIpcTransport:
         return torch.UntypedStorage._new_shared_cuda(*handles)
 
 
+def _connection(end: socket.socket) -> Connection:
+    """Messages over a connected socket. OSError for one that a peer does not read, or send the rest of, in time."""
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
+    return Connection(end.detach())
+
+
 @dataclass
 class _Mapped:
-    """A peer's buffer here, and what was made of it."""
+    """A peer's memory here, and what was made of it if it is a buffer. in_place: it is not one."""
 
     storage: torch.UntypedStorage
+    in_place: bool
     made: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -257,9 +273,10 @@ class _Mapped:
 class _Peer:
     """The other end of a socket. Transfers are numbered, in both processes alike, and so are storages.
 
-    exported: by address, the number and the memory of each storage that the peer has mapped; mapped: the peer's
-    storages here, by that number. passing: the addresses, or numbers, of those that count until the end of a sync.
-    heard: messages that nobody has asked for yet.
+    exported: by address, the number and the memory of each buffer that the peer has mapped; lent: by identity, those of
+    storages that it has for this sync; mapped: the peer's memory here, by number. described: what the peer has heard of
+    what lies in place, with the transfer in which it did; descriptions: what we have heard, by transfer. heard:
+    messages that nobody has asked for yet.
     """
 
     connection: Connection
@@ -267,7 +284,9 @@ class _Peer:
     storages: int = 0
     exported: dict[int, tuple[int, StorageWeakRef]] = field(default_factory=dict)
     mapped: dict[int, _Mapped] = field(default_factory=dict)
-    passing: list[int] = field(default_factory=list)
+    lent: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
+    described: dict[bytes, int] = field(default_factory=dict)
+    descriptions: dict[int, bytes] = field(default_factory=dict)
     heard: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self) -> int:
@@ -279,17 +298,15 @@ class _Peer:
         dead = [address for address, (_, memory) in self.exported.items() if memory.expired()]
         return [self.exported.pop(address)[0] for address in dead]
 
-    def note(self, storage: int, lasting: bool) -> None:
-        """A storage that was exported, by its address, or mapped, by its number."""
-        if not lasting:
-            self.passing.append(storage)
+    def number(self) -> int:
+        """Of one more storage."""
+        self.storages += 1
+        return self.storages
 
     def let_go(self) -> None:
-        """Of what does not last."""
-        for storage in self.passing:
-            self.exported.pop(storage, None)
-            self.mapped.pop(storage, None)
-        self.passing.clear()
+        """Of all that is not a buffer."""
+        self.lent.clear()
+        self.mapped = {number: one for number, one in self.mapped.items() if not one.in_place}
 
 
 @dataclass(frozen=True)
@@ -311,7 +328,6 @@ class _Lent:
     made: dict[Any, Any]
     description: bytes = b""
     storages: tuple[torch.UntypedStorage, ...] = ()
-    lasting: bool = True
 
     def give_back(self) -> None:
         self.transport.say(self.peer, {"number": self.number})
@@ -325,7 +341,7 @@ class _Borrowing:
     nbytes: int
 
     def wait(self, deadline: float) -> _Lent:
-        return self.transport.lent(self.peer, self.transport.hear(self.peer, self.number, deadline), self.nbytes)
+        return self.transport.map_lent(self.peer, self.transport.hear(self.peer, self.number, deadline), self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Weights that need not be gathered for their receiver: it reads them where the sender's parameters have them.
 
 For transports within one memory. What lies where is described once, relative to the storages, which each sync brings
-anew, as a trainer may have given its memory up meanwhile and taken other back.
+anew: a trainer may give its memory up between two of them, and nobody may hold it then.
 """
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from .wire import Bucket, Part
 
 @dataclass(frozen=True)
 class InPlace:
-    """Parts of a bucket as they lie in their sender's memory: `values`, in the shapes of their boxes, of one dtype.
-
-    lasting: that memory stays where it is after the sync.
-    """
+    """Parts of a bucket as they lie in their sender's memory: `values`, in the shapes of their boxes, of one dtype."""
 
     parts: Sequence[Part]
     values: Sequence[torch.Tensor]
-    lasting: bool
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +68,7 @@ def _elements(parts: Iterable[Part]) -> Counter[str]:
 class Views:
     """Views of storages that are there during a sync, and elsewhere in the next: the same tensors, with other memory.
 
-    In between they have none, or the memory could not be given up.
+    views: of no other tensor, as far as torch knows (`copies.unattached`). In between they have no memory.
     """
 
     def __init__(self, views: Iterable[torch.Tensor], storages: Sequence[torch.UntypedStorage]):
@@ -83,8 +79,8 @@ class Views:
 
     @torch.no_grad()
     def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Be views of these storages."""
-        if any(one is not other for one, other in zip(self.storages, storages)) or not self.storages:
+        """Be views of these storages, unless they are already."""
+        if self.storages != list(storages):
             self.storages = list(storages)
             for view, position, first, shape, strides in self.places:
                 view.set_(storages[position], first, shape, strides)

@@ -150,8 +150,6 @@ class Lent(Protocol):
     """For what its borrower derives from a buffer, such as views; forgotten when that memory goes."""
     description: bytes
     storages: tuple[torch.UntypedStorage, ...]
-    lasting: bool
-    """Whether the memory may be kept for later syncs."""
 
     def give_back(self) -> None:
         """It has been read; the peer may write to it. LinkError."""
@@ -174,7 +172,7 @@ class Lending(Transport, Protocol):
         """As `send`, of what has not been gathered in a buffer. All device work on it must be done."""
 
     def let_go(self) -> None:
-        """A sync is over: forget memory of its own, or of peers, that does not last. No view of it may be left."""
+        """A sync is over: forget the memory that `lend` has lent in it, as either end. No view of it may be left."""
 
 
 def own_stream(device: torch.device) -> AbstractContextManager:

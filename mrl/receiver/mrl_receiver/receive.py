@@ -43,7 +43,6 @@ class _InPlace(NamedTuple):
     description: bytes
     arrival: Arrival
     views: Views
-    lasting: bool
 
 
 @dataclass
@@ -73,7 +72,7 @@ class _Prepared:
             if known is None or known.description != lent.description:
                 arrival = self.routes.arrival_of(read(lent.description, self.buckets[position], lent.storages))
                 known = self.in_place[position] = _InPlace(
-                    lent.description, arrival, Views(arrival.sources, lent.storages), lent.lasting)
+                    lent.description, arrival, Views(arrival.sources, lent.storages))
             known.views.follow(lent.storages)
             return known.arrival
         key = position, lent.flat.storage_offset()
@@ -82,11 +81,10 @@ class _Prepared:
             lent.made[key] = self.routes.arrival(position, flat)
         return lent.made[key]
 
-    def leave(self, lasting: bool = False) -> None:
-        """Hold none of the parameters' memory that senders lend for one sync, or, with `lasting`, none at all."""
+    def leave(self) -> None:
+        """Hold no memory of senders' parameters."""
         for known in self.in_place.values():
-            if lasting or not known.lasting:
-                known.views.leave()
+            known.views.leave()
 
 
 class Receiver:
@@ -209,7 +207,7 @@ class Receiver:
     def close(self) -> None:
         """Give up the communicators; the senders' side fails too."""
         if self.prepared is not None:
-            self.prepared.leave(lasting=True)
+            self.prepared.leave()
         if self.announced is not None:
             self.announced.close()
         if self.connections is not None:

@@ -13,7 +13,7 @@ from typing import Any, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
-from .copies import Copies
+from .copies import Copies, unattached
 from .trace import Home, Loader, Traced
 from .wire import Bucket, Lattice, Part, Plan, overlap, row_major
 
@@ -166,7 +166,7 @@ class Routes:
         staged: list[tuple[Part, torch.Tensor]] = []
         for part, values in parts:
             if part.name in self.staged:
-                staged.append((part, values))
+                staged.append((part, unattached(values)))
             else:
                 pairs += placed(part, values, self.traced)
         return Arrival(Copies(pairs), staged)

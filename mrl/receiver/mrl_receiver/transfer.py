@@ -77,7 +77,7 @@ class Connections:
             self._join_messages(bucket, flat, deadline)
 
     def let_go(self) -> None:
-        """Of memory that peers have lent for this sync alone."""
+        """Of the memory that peers have lent in this sync, buffers excepted."""
         for transport in (*self.broadcasts.values(), self.peers):
             if transport is not None:
                 transport.let_go()
@@ -180,18 +180,7 @@ class Incoming:
         seconds = {"receive_s": 0.0, "apply_s": 0.0}
         try:
             for _ in self.buckets:
-                began = time.monotonic()
-                position = self.stages[-1].done.get()  # the threads always put something by the deadline
-                if isinstance(position, Exception):
-                    raise position
-                arrived = time.monotonic()
-                lent = self.lent.pop(position, None)
-                apply(position, lent)
-                if lent is not None:
-                    lent.give_back()
-                seconds["receive_s"] += arrived - began
-                seconds["apply_s"] += time.monotonic() - arrived
-                self.free.release()
+                self._put_next(apply, seconds)
         except BaseException:
             self.give_up()
             raise
@@ -204,6 +193,22 @@ class Incoming:
         self._abandon()
         for stage in self.stages:
             stage.join()
+        self.lent.clear()  # this may be kept for a while, and what was lent is wanted back
+
+    def _put_next(self, apply: Callable[[int, Optional[Lent]], None], seconds: dict[str, float]) -> None:
+        """One bucket. It is let go of on return, or by an error when that is."""
+        began = time.monotonic()
+        position = self.stages[-1].done.get()  # the threads always put something by the deadline
+        if isinstance(position, Exception):
+            raise position
+        arrived = time.monotonic()
+        lent = self.lent.pop(position, None)
+        apply(position, lent)
+        if lent is not None:
+            lent.give_back()
+        seconds["receive_s"] += arrived - began
+        seconds["apply_s"] += time.monotonic() - arrived
+        self.free.release()
 
     def _abandon(self) -> None:
         """At once, as nobody may have asked for the buckets yet: a transfer that waits for a peer keeps a GPU busy."""
