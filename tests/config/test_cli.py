@@ -114,15 +114,15 @@ def test_check_shows_pipeline_stages_and_colocation(invoke, experiment_file):
     assert row(result.output, "links")[1].endswith("sender(s) to each engine's 2 worker(s)")
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_memory_of_a_shared_gpu_by_turn(invoke, experiment_file, hf_config, delta):
-    """Workers have buffers for changes; else they read the ranks' memory."""
-    shared = [f"sync.delta={delta}", "loop.mode=colocated_sync", "cluster.gpus=2", "cluster.trainer_gpus=null",
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_of_a_shared_gpu_by_turn(invoke, experiment_file, hf_config, tp):
+    """Workers that join slices have buffers for them; others read the ranks' memory."""
+    shared = [f"rollout.parallel.tp={tp}", "loop.mode=colocated_sync", "cluster.gpus=2", "cluster.trainer_gpus=null",
               "cluster.rollout_gpus=null",
               "cluster.device=cuda", "model.dtype=bfloat16", "rollout.args=[--gpu-memory-utilization=0.3]"]
     plan = plans.resolve_plan(load_experiment(experiment_file, shared), hf_config, visible_gpus=None)
     memory, turns = plans.rank_memory(plan, 0), plans.turn_memory(plan)
-    ring = 2 * plan.sync.max_bucket_bytes if delta else 0
+    ring = 2 * plan.sync.max_bucket_bytes if tp == 2 else 0
     worker = ring + plans.engine_weights(plan, 0)
     assert plan.exp.sync.transport == "cuda_ipc"
     assert turns == {"train": (memory.total, ring), "push": (memory.weights + memory.sync, worker),
