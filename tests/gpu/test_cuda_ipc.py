@@ -26,6 +26,13 @@ def test_every_byte_then_a_silent_and_a_killed_peer(gpus):
     assert any(f"rank {WORLD - 1} is gone" in rank["lose"]["error"] for rank in said[:-1]), said
 
 
+def test_memory_whose_borrower_was_killed_can_be_given_up(gpus):
+    gpus(1)
+    lender, _ = run("cuda_ipc", 2, "lend_and_lose", gpus=[0, 0])
+    assert "rank 1 is gone" in lender["lend_and_lose"]["error"]
+    assert lender["lend_and_lose"]["returned"] >= 2 * prod(LENT)
+
+
 def test_ranks_on_different_gpus_are_refused(gpus):
     gpus(2)
     sender, worker = run("cuda_ipc", 2, "strangers", gpus=[0, 1])

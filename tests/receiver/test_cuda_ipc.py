@@ -25,6 +25,11 @@ def test_memory_is_lent_in_place_for_one_sync_at_a_time(said):
     assert borrower == {"outcomes": [True] * LENDINGS} and len(lender["outcomes"]) == LENDINGS and other == {}
 
 
+def test_a_killed_borrower_is_noticed_at_once():
+    lender, borrower = run("host_ipc", 2, "lend_and_lose")
+    assert "rank 1 is gone" in lender["lend_and_lose"]["error"] and not borrower
+
+
 def test_the_deadline_holds_and_who_gives_up_takes_the_others_along(said):
     first, *others = [rank["patience"] for rank in said]
     assert 1 <= first["seconds"] < 15 and "timed out" in first["error"]

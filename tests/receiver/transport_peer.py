@@ -2,8 +2,8 @@
 scenarios separated by commas. Prints one JSON line a scenario: what happened.
 
 Transport host_ipc is cuda_ipc with files mapped into memory for a GPU's buffers. Scenarios: transfers, broadcast,
-gather, lend (memory that its owner wants back), speed, patience (nobody sends), lose (the last rank is killed while the
-others wait for it), strangers (the first transfer between two that cannot).
+gather, lend (memory that its owner wants back), lend_and_lose (the borrower is killed), speed, patience (nobody sends),
+lose (the last rank is killed while the others wait for it), strangers (the first transfer between two that cannot).
 """
 import json
 import os
@@ -161,6 +161,34 @@ class Rank:
         self.leave(comm, "lend", 2)
         return {"outcomes": outcomes}
 
+    def lend_and_lose(self) -> dict:
+        """Rank 1 is killed with the memory that rank 0 has lent it."""
+        comm = self.meet("lend_and_lose", range(2))
+        if comm is None:
+            return {}
+        tensor = self.buffer(content(1, LENT[0] * LENT[1], torch.bfloat16)).view(LENT)
+        if self.rank == 1:
+            lent = comm.borrow(tensor.nbytes, 0, self.deadline).wait(self.deadline)
+            assert lent.storages[0].nbytes() >= tensor.nbytes
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish_stream(self.device)
+        held = InPlace([Part("t", LENT, ((0, LENT[0]), (0, LENT[1])), 0)], [tensor])
+        try:
+            comm.lend(held, 1, self.deadline).wait(self.deadline)
+        except LinkError as error:
+            comm.close()
+            return {"error": str(error), "returned": self._give_up(tensor)}
+        raise AssertionError("no LinkError")
+
+    def _give_up(self, tensor: torch.Tensor) -> int:
+        """The bytes that come free on the GPU."""
+        if self.device.type == "cpu":
+            return tensor.nbytes
+        before = torch.cuda.mem_get_info()[0]
+        tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0] - before
+
     def _lend_once(self, comm, number: int) -> object:
         """Rank 0: the bytes that it got back of its GPU; rank 1: whether the right ones came."""
         rows, columns = LENT
@@ -174,12 +202,7 @@ class Rank:
             comm.lend(held, 1, self.deadline).wait(self.deadline)
             comm.let_go()
             self.store.wait([done], timedelta(seconds=PATIENCE_S))
-            if self.device.type == "cpu":
-                return tensor.nbytes
-            before = torch.cuda.mem_get_info()[0]
-            tensor.untyped_storage().resize_(0)
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info()[0] - before
+            return self._give_up(tensor)
         lent = comm.borrow(expected.nbytes, 0, self.deadline).wait(self.deadline)
         whole = Part("t", LENT, ((0, rows), (0, columns)), 0)
         bucket = Bucket(0, "bfloat16", "broadcast", None, whole.numel, (Slice(0, whole.numel, (whole,)),))
