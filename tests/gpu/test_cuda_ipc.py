@@ -21,8 +21,8 @@ def test_every_byte_then_a_silent_and_a_killed_peer(gpus):
     assert said[0]["speed"]["gb_per_s"] > 100  # memory of one GPU
     assert "timed out" in said[0]["patience"]["error"] and 1 <= said[0]["patience"]["seconds"] < 3
     for rank in said[1:]:
-        assert "a peer gave it up" in rank["patience"]["error"] and rank["patience"]["seconds"] < 5, rank
-    assert all(rank["lose"]["seconds"] < 5 for rank in said[:-1]), said
+        assert "a peer gave it up" in rank["patience"]["error"] and rank["patience"]["seconds"] < 15, rank
+    assert all(rank["lose"]["seconds"] < 15 for rank in said[:-1]), said
     assert any(f"rank {WORLD - 1} is gone" in rank["lose"]["error"] for rank in said[:-1]), said
 
 

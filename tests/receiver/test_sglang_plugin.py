@@ -1,7 +1,7 @@
 """SGLang's plugin: found where mrl/receiver is on the path, gives each request its seed, leaves other updates alone."""
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from mrl.engine.http import RECEIVER_DIR
 from mrl.receiver.mrl_receiver.sglang import (
-    answer_call, cache_scales, clear_table, require_plain_layers, seed_batch, watch_layer,
+    answer_call, cache_scales, clear_table, register, require_plain_layers, seed_batch, watch_layer,
 )
 
 
@@ -36,6 +36,19 @@ def test_every_request_gets_its_seed():
 def test_other_updates_are_sglangs_own():
     update = SimpleNamespace(load_format="flattened_bucket")
     assert answer_call(lambda *arguments: arguments, "updater", update) == ("updater", update)
+
+
+def test_work_ends_before_memory_is_given_up(monkeypatch):
+    """In the order in which SGLang's registry applies hooks."""
+    hooks, done = {}, []
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookType = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
+    registry.HookRegistry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({target: (kind, hook)}))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("finished"))
+    register()
+    kind, hook = next(found for target, found in hooks.items() if target.endswith(".release_memory_occupation"))
+    assert kind == "before" and hook("updater", SimpleNamespace(tags=["weights"])) is None and done == ["finished"]
 
 
 def test_the_table_of_the_cache_is_cleared_when_it_comes_back():

@@ -181,13 +181,15 @@ class Rank:
         raise AssertionError("no LinkError")
 
     def _give_up(self, tensor: torch.Tensor) -> int:
-        """The bytes that come free on the GPU."""
+        """The bytes that come free on the GPU, once a killed process has let go, too."""
         if self.device.type == "cpu":
             return tensor.nbytes
-        before = torch.cuda.mem_get_info()[0]
+        before, size, deadline = torch.cuda.mem_get_info()[0], tensor.nbytes, time.monotonic() + 20
         tensor.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] - before
+        while (free := torch.cuda.mem_get_info()[0] - before) < size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return free
 
     def _lend_once(self, comm, number: int) -> object:
         """Rank 0: the bytes that it got back of its GPU; rank 1: whether the right ones came."""

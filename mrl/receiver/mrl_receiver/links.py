@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional, Protocol, Sequence
+from typing import Any, Callable, Optional, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
@@ -184,6 +184,15 @@ def finish_stream(device: torch.device) -> None:
     """Wait until all that this thread has queued on `device` is done, and for nothing else: not for transfers."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
+
+
+def queued(device: torch.device) -> Callable[[], None]:
+    """What waits for all that this thread has queued on `device` until now, and not for what comes after that."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize
 
 
 def open_store(host: str, port: int, deadline: float) -> dist.TCPStore:

@@ -7,9 +7,10 @@ around such requests, is passed by: it prepares SGLang's loader, and a Receiver 
 
 The plugin watches what SGLang does with weights after loading them, by the methods that are known to leave them alone
 as a rule; a layer with another one is refused. It also makes SGLang use a request's sampling seed: by itself SGLang
-does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. And it clears what
-is read after a sleep before it is written. A scheduler without requests goes round and round and lets another thread of
-its process run only every few milliseconds; it is made to do so more often, for the thread that begins a sync.
+does so only in its deterministic mode, which costs speed and the prefix cache for more than we need. It has work on the
+GPU end before a sleep, and clears what is read after one before it is written. A scheduler without requests goes round
+and round and lets another thread of its process run only every few milliseconds; it is made to do so more often, for
+the thread that begins a sync.
 """
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ def register() -> None:
 
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     HookRegistry.register(f"{updater}.update_weights_from_tensor", answer_call, HookType.AROUND)
+    HookRegistry.register(f"{updater}.release_memory_occupation", finish_work, HookType.BEFORE)
     HookRegistry.register(f"{updater}.resume_memory_occupation", clear_table, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seed_batch, HookType.AFTER)
@@ -62,6 +64,12 @@ def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     mine = answer(lambda: _receiver_of(updater), call["method"], call["argument"])
     dist.all_gather_object(answers, mine, updater.tp_cpu_group)  # also keeps the workers from going on alone
     return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(answers))
+
+
+def finish_work(*_: Any) -> None:
+    """Before a scheduler's release_memory_occupation, which unmaps memory at once: a scheduler that runs ahead of its
+    results has started one step more than it needed, and on a GPU that others use, too, that may still be under way."""
+    torch.accelerator.synchronize()
 
 
 def clear_table(result: Any, updater: Any, request: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from typing import Callable, Iterable, Iterator, Optional, Sequence
 
@@ -162,6 +163,7 @@ class Incoming:
         self.free, self.given_up, self.closing = threading.Semaphore(ring), threading.Event(), threading.Lock()
         self.pending: dict[int, Optional[Pending | Borrowing]] = {}
         self.lent: dict[int, Lent] = {}
+        self.applied: deque[tuple[Callable[[], None], Optional[Lent]]] = deque()  # what waits for it; what to return
         self.began = time.monotonic()
         stages = [_Stage(self._begin, self._turns(), connections.device, self._abandon)]
         gathers = connections.neighbours is not None
@@ -171,8 +173,9 @@ class Incoming:
         for stage in stages:
             stage.start()
 
-    def put_in_place(self, apply: Callable[[int, Optional[Lent]], None]) -> dict[str, float]:
-        """`apply(position, what was lent)` every bucket, in order, in this thread; it returns when it has been read.
+    def put_in_place(self, apply: Callable[[int, Optional[Lent]], Callable[[], None]]) -> dict[str, float]:
+        """`apply(position, what was lent)` every bucket, in order, in this thread; what it returns waits until the
+        bucket has been read. If the next one is there, it is applied before that, so that the device never idles.
 
         Returns the seconds of waiting for buckets ("receive_s") and of apply ("apply_s"). When anything fails the
         connections are closed and the error is raised.
@@ -180,7 +183,11 @@ class Incoming:
         seconds = {"receive_s": 0.0, "apply_s": 0.0}
         try:
             for _ in self.buckets:
+                if self.stages[-1].done.empty():
+                    self._finish(seconds, left=0)
                 self._put_next(apply, seconds)
+                self._finish(seconds, left=1)
+            self._finish(seconds, left=0)
         except BaseException:
             self.give_up()
             raise
@@ -193,22 +200,31 @@ class Incoming:
         self._abandon()
         for stage in self.stages:
             stage.join()
+        for finish, _ in self.applied:
+            finish()
+        self.applied.clear()
         self.lent.clear()  # this may be kept for a while, and what was lent is wanted back
 
-    def _put_next(self, apply: Callable[[int, Optional[Lent]], None], seconds: dict[str, float]) -> None:
-        """One bucket. It is let go of on return, or by an error when that is."""
+    def _put_next(self, apply: Callable[[int, Optional[Lent]], Callable[[], None]], seconds: dict[str, float]) -> None:
         began = time.monotonic()
         position = self.stages[-1].done.get()  # the threads always put something by the deadline
         if isinstance(position, Exception):
             raise position
         arrived = time.monotonic()
-        lent = self.lent.pop(position, None)
-        apply(position, lent)
-        if lent is not None:
-            lent.give_back()
+        self.applied.append((apply(position, self.lent.get(position)), self.lent.pop(position, None)))
         seconds["receive_s"] += arrived - began
         seconds["apply_s"] += time.monotonic() - arrived
-        self.free.release()
+
+    def _finish(self, seconds: dict[str, float], left: int) -> None:
+        """Give back buckets that were applied, but for so many."""
+        began = time.monotonic()
+        while len(self.applied) > left:
+            self.applied[0][0]()
+            _, lent = self.applied.popleft()
+            if lent is not None:
+                lent.give_back()
+            self.free.release()
+        seconds["apply_s"] += time.monotonic() - began
 
     def _abandon(self) -> None:
         """At once, as nobody may have asked for the buckets yet: a transfer that waits for a peer keeps a GPU busy."""

@@ -59,7 +59,7 @@ class Marginals:
 
 class _Piece(NamedTuple):
     """Words in memory as rows of `columns`, `pitch` words apart; the first has weight `first`, the one below it `step`
-    more, the one beside it 2 more."""
+    more, the one beside it 2 more. `tile` is the number of its first tile."""
 
     address: int
     size: int
@@ -67,23 +67,26 @@ class _Piece(NamedTuple):
     pitch: int
     first: int
     step: int
+    tile: int
 
 
 class Tiles:
-    """Pieces of blocks are cut into tiles of TILE words, one for each program of the kernel."""
+    """Pieces of blocks are cut into tiles of TILE words, one for each program of the kernel, which finds out to which
+    piece its tile belongs: a table of tiles would take the host longer than the sums take the GPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.blocks: list[int] = []
         self.pieces: list[_Piece] = []
         self.held: list[torch.Tensor] = []
-        self.words = 0
+        self.words = self.tiles = 0
         self.sums: list[torch.Tensor] = []
 
     def add(self, block: int, words: torch.Tensor, start: int, strides: tuple[int, ...]) -> None:
         for piece in _pieces(words, start, strides):
             self.blocks.append(block)
-            self.pieces.append(piece)
+            self.pieces.append(_Piece(*piece, self.tiles))
+            self.tiles += -(-self.pieces[-1].size // TILE)
         self.held.append(words)
         self.words += words.numel()
         if self.words >= FLUSH_WORDS:
@@ -96,14 +99,11 @@ class Tiles:
 
     def _flush(self) -> None:
         if self.pieces:
-            counts = torch.tensor([-(-piece.size // TILE) for piece in self.pieces])
-            owners = torch.repeat_interleave(counts)
-            begins = (torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]) * TILE
-            tiles, table = (torch.stack([owners, begins], 1).to(self.device), torch.tensor(self.pieces).to(self.device))
+            table = torch.tensor(self.pieces).to(self.device)
             sums = torch.zeros(len(self.pieces), dtype=torch.int64, device=self.device)
-            _sum_tile[(len(owners),)](table, tiles, sums, TILE=TILE, STEP=STEP, num_warps=WARPS)
+            _sum_tile[(self.tiles,)](table, len(self.pieces), sums, TILE=TILE, STEP=STEP, num_warps=WARPS)
             self.sums.append(sums)
-        self.pieces, self.held, self.words = [], [], 0
+        self.pieces, self.held, self.words, self.tiles = [], [], 0, 0
 
 
 def adder(device: torch.device) -> Marginals | Tiles:
@@ -111,8 +111,8 @@ def adder(device: torch.device) -> Marginals | Tiles:
     return Tiles(device) if device.type == "cuda" and triton is not None else Marginals(device)
 
 
-def _pieces(words: torch.Tensor, start: int, strides: tuple[int, ...]) -> Iterator[_Piece]:
-    """The block as rows, the fewest that there are."""
+def _pieces(words: torch.Tensor, start: int, strides: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The block as rows, the fewest that there are: of each piece all but its tile."""
     axes: list[tuple[int, int, int]] = []  # size, words apart in memory, words apart in the HF tensor
     for size, apart, stride in zip(words.shape, words.stride(), strides):
         if axes and axes[-1][1:] == (size * apart, size * stride):
@@ -129,15 +129,20 @@ def _pieces(words: torch.Tensor, start: int, strides: tuple[int, ...]) -> Iterat
         for top in range(0, row[0], rows):
             for left in range(0, columns, LONGEST):
                 width = min(LONGEST, columns - left)
-                yield _Piece(words.data_ptr() + 8 * (offset + top * row[1] + left),
-                             min(rows, row[0] - top) * width, width, row[1],
-                             2 * (place + top * row[2] + left) + 1, 2 * row[2])
+                yield (words.data_ptr() + 8 * (offset + top * row[1] + left),
+                       min(rows, row[0] - top) * width, width, row[1],
+                       2 * (place + top * row[2] + left) + 1, 2 * row[2])
 
 
-def _kernel(table, tiles, sums, TILE: tl.constexpr, STEP: tl.constexpr):
-    tile = tiles + 2 * tl.program_id(0).to(tl.int64)
-    number, begin = tl.load(tile), tl.load(tile + 1)
-    piece = table + 6 * number
+def _kernel(table, pieces, sums, TILE: tl.constexpr, STEP: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    number, end = tile * 0, tile * 0 + pieces
+    while end - number > 1:
+        middle = (number + end) // 2
+        before = tl.load(table + 7 * middle + 6) <= tile
+        number, end = tl.where(before, middle, number), tl.where(before, end, middle)
+    piece = table + 7 * number
+    begin = (tile - tl.load(piece + 6)) * TILE
     words = tl.load(piece).to(tl.pointer_type(tl.int64))
     size, columns, pitch = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     first, step = tl.load(piece + 4), tl.load(piece + 5)
@@ -155,4 +160,4 @@ def _kernel(table, tiles, sums, TILE: tl.constexpr, STEP: tl.constexpr):
     tl.atomic_add(sums + number, tl.sum(total, 0))
 
 
-_sum_tile: Optional[object] = triton.jit(_kernel) if triton is not None else None
+_sum_tile: Optional[object] = triton.jit(_kernel, do_not_specialize=["pieces"]) if triton is not None else None
