@@ -118,11 +118,12 @@ def _sync_bytes(plan: Plan, rank: int) -> int:
     slices = [(bucket.dtype, one) for bucket in plan.sync.outline_of_rank(rank) for one in bucket.slices
               if rank in one.ranks]
     mine = [(dtype, one) for dtype, one in slices if one.sender == rank]
-    sent = max((one.nbytes for _, one in mine), default=0)
+    in_slots = [one for dtype, one in mine if receive_buffers(plan.exp) or dtype == BYTES or len(one.ranks) > 1]
+    sent = max((one.nbytes for one in in_slots), default=0)
     gathered = max((one.gathered for _, one in mine if len(one.ranks) > 1), default=0)
     quantised = max((one.gathered for dtype, one in mine if dtype == BYTES), default=0)
     packed = max((one.gathered for _, one in slices if one.sender != rank), default=0)
-    kept = sum(one.nbytes for _, one in mine) if plan.exp.sync.delta else 0
+    kept = sum(one.nbytes for _, one in mine) * plan.exp.sync.delta
     return plan.exp.sync.buffers * sent + gathered + quantised + packed + kept
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Views = tuple[list["Tensor"], list["Tensor"]]
 """(sources, destinations), pairwise of equal shapes."""
-PLACES = 256
-"""Places of a shard that a piece is read from where it lies, at most; in more it is gathered first."""
+MOST_BOXES = 256
+"""Boxes in which a piece is read where it lies in its shard; a slice with a piece that takes more is gathered first."""
 
 
 def pack_views(shard: Sequence[Contribution], params: Mapping[str, Tensor], packed: Tensor) -> Views:
@@ -68,7 +68,7 @@ def in_place_views(one: Slice, params: Mapping[str, Tensor], held: dtype
     for given in shard:
         param = _param(given, params, held).detach()
         for piece in given.pieces:
-            boxes = piece.boxes(param, PLACES)
+            boxes = piece.boxes(param, MOST_BOXES)
             if boxes is None:
                 return None
             for box, view in boxes:

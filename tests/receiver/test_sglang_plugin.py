@@ -45,7 +45,7 @@ def test_work_ends_before_memory_is_given_up(monkeypatch):
     registry.HookType = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
     registry.HookRegistry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({target: (kind, hook)}))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("finished"))
+    monkeypatch.setattr(torch.get_device_module(), "synchronize", lambda: done.append("finished"))
     register()
     kind, hook = next(found for target, found in hooks.items() if target.endswith(".release_memory_occupation"))
     assert kind == "before" and hook("updater", SimpleNamespace(tags=["weights"])) is None and done == ["finished"]

@@ -53,10 +53,11 @@ class WithinGpus(GlooTransport):
     """Senders reach only the worker with their own place among the workers: the one on their GPU."""
 
     lending = False  # workers borrow
-    lent = 0  # slices that were not gathered
+    lent = gathered = 0  # slices that rank 0 did not gather, and did
 
     def send(self, flat, peer, deadline, label=None):
         assert peer == self.world_size // 2 + self.rank, f"sender {self.rank} has no GPU with rank {peer} in common"
+        WithinGpus.gathered += 1
         return self._send([flat], peer, deadline) if self.lending else super().send(flat, peer, deadline, label)
 
     def lend(self, held, peer, deadline):
@@ -149,7 +150,8 @@ def run_case(case: list, strategy: str, order: dict) -> None:
         model, "python", sync={"timeout_s": 300, "strategy": strategy, "verify_every": 0, "delta": delta,
                               "bucket_mb": BUCKET_MB_FP8 if fp8 else BUCKET_MB, "transport": transport},
         rollout={"parallel": {"tp": workers}, "quantization": "fp8" if fp8 else None}, **placed)
-    WithinGpus.lending, WithinGpus.lent = transport == "cuda_ipc" and workers == 1 and not delta, 0
+    WithinGpus.lending = transport == "cuda_ipc" and workers == 1 and not delta
+    WithinGpus.lent = WithinGpus.gathered = 0
     layout = Layout(**sizes)
     trainer = FakeTrainer(model, layout, layout.coord(rank))
     engines = engines_for(experiment, model, workers, replicated) if rank == 0 else []
@@ -163,7 +165,8 @@ def run_case(case: list, strategy: str, order: dict) -> None:
         senders = {sender for engine in range(len(engines)) for sender in sync.plan.senders(engine)}
         print("CASE", json.dumps({
             "case": case, "strategy": sync.plan.strategy, "not_sharded": everyones[0], "senders": len(senders),
-            "modes": sorted({bucket.mode for bucket in sync.plan.outline}), "lent": WithinGpus.lent}), flush=True)
+            "modes": sorted({bucket.mode for bucket in sync.plan.outline}), "lent": WithinGpus.lent,
+            "gathered": WithinGpus.gathered}), flush=True)
     sync.close()
     dist.barrier()
     for engine in engines:

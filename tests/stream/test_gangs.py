@@ -92,6 +92,7 @@ def test_a_worker_reads_what_its_rank_holds_alone_where_that_lies(tmp_path, mode
     found = run(tmp_path, models, cases, transport="cuda_ipc")
     assert [one["case"] for one in found] == cases
     assert [bool(one["lent"]) for one in found] == [True, True, False, True, False]
+    assert [bool(one["gathered"]) for one in found] == [False, True, True, True, True]
 
 
 @pytest.mark.slow

@@ -100,7 +100,10 @@ class Announced(threading.Thread):
         may be in the middle of a transfer that nobody will ever take."""
         while not self.taken.wait(WATCH_S) and not self.closed:
             if self._failed():
-                incoming.give_up()
+                with suppress(queue.Empty):  # the call has come after all, and whoever has it finds out by itself
+                    mine = self.found.get_nowait()
+                    incoming.give_up()
+                    self.found.put(mine)
                 return
 
     def _failed(self) -> bool:

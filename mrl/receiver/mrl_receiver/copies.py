@@ -17,7 +17,8 @@ SLAB_BYTES = 64 << 10
 """Pairs that are not contiguous are cut into contiguous ones of at least this size; smaller ones would be too many."""
 ALONE_BYTES = 12 << 20
 """From here on a contiguous copy is made by itself. Of smaller ones the host cannot start as many as the GPU can do: on
-an H200 it takes 11 us to start one, in which torch's kernel for many copies copies 9 MiB."""
+an H200 it takes 11 us to start one, in which torch's kernel for many copies does 9 MiB. So the two are equal there, and
+from 12 MiB on (1.2 TB/s beside 0.9) it is worth one call more."""
 
 
 def unattached(view: torch.Tensor) -> torch.Tensor:

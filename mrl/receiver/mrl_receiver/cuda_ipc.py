@@ -1,9 +1,9 @@
 """Copies within one GPU as a transport: for engines on the trainers' own GPUs.
 
 The sender's memory is mapped into the worker's process, by CUDA's inter-process handles as torch makes them: buffers
-once, parameters that it lends in place for one sync. Of a transfer, only a line of JSON goes over a local socket, and
-an answer when the worker has copied the weights out. Each worker can receive only from the sender on its own GPU, so
-every rank it hears of must be there.
+once, parameters that it lends in place for one sync. Of a transfer, only a line of JSON goes over a local socket, the
+first time with what lies where in the parameters, and an answer when the worker has copied the weights out. Each worker
+can receive only from the sender on its own GPU, so every rank it hears of must be there.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CudaIpcTransport:
         exported = None
         if known is None:
             exported = self._exported(storage)
-            known = receiver.exported[storage.data_ptr()] = receiver.number(), StorageWeakRef(storage)
+            known = receiver.exported[storage.data_ptr()] = receiver.new_storage(), StorageWeakRef(storage)
         self.say(peer, {"number": number, "storages": [[known[0], exported]], "gone": gone,
                         "start": flat.storage_offset() * flat.itemsize, "nbytes": flat.nbytes})
         return _Sending(self, peer, number)
@@ -71,13 +71,12 @@ class CudaIpcTransport:
                 # dies never does.
                 alias = self._alias(storage)
                 exported = self._exported(alias)
-                receiver.lent[storage._cdata] = receiver.number(), alias
+                receiver.lent[storage._cdata] = receiver.new_storage(), alias
             storages.append((receiver.lent[storage._cdata][0], exported))
-        place = receiver.described.get(held.description)
-        described = [held.description] if place is None else []
-        place = receiver.described.setdefault(held.description, number)
-        self.say(peer, {"number": number, "storages": storages, "gone": [], "nbytes": held.nbytes, "described": place},
-                 *described)
+        told_in = receiver.described.setdefault(held.description, number)
+        more = [held.description] if told_in == number else []
+        self.say(peer, {"number": number, "storages": storages, "gone": [], "nbytes": held.nbytes,
+                        "described": told_in}, *more)
         return _Sending(self, peer, number)
 
     def receive(self, flat: torch.Tensor, peer: int, deadline: float) -> _Receiving:
@@ -298,8 +297,8 @@ class _Peer:
         dead = [address for address, (_, memory) in self.exported.items() if memory.expired()]
         return [self.exported.pop(address)[0] for address in dead]
 
-    def number(self) -> int:
-        """Of one more storage."""
+    def new_storage(self) -> int:
+        """The number of one more."""
         self.storages += 1
         return self.storages
 

@@ -186,12 +186,12 @@ def finish_stream(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def queued(device: torch.device) -> Callable[[], None]:
+def wait_for_queued(device: torch.device) -> Callable[[], None]:
     """What waits for all that this thread has queued on `device` until now, and not for what comes after that."""
     if device.type == "cpu":
         return lambda: None
     event = torch.Event(device)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))
     return event.synchronize
 
 

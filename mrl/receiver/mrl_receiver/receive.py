@@ -19,7 +19,7 @@ from .announced import Announced
 from .base import Base
 from .checksum import add, checksums
 from .in_place import Views, read
-from .links import Lent, LinkError, failed_key, finish_stream, open_store, queued
+from .links import Lent, LinkError, failed_key, finish_stream, open_store, wait_for_queued
 from .proof import fingerprints, unfaithful
 from .routes import Arrival, Routes, misfits
 from .trace import Loader, Traced, TraceError, trace
@@ -299,7 +299,7 @@ class Receiver:
             if own.base is not None:
                 own.base.complete(position, self.connections.headers.pop(own.buckets[position].index))
             own.routes.apply(position, own.arrivals[position] if lent is None else own.arrival(position, lent), fill)
-            return queued(self.device)  # a slot may be received into again only when it has been read
+            return wait_for_queued(self.device)  # a slot may be received into again only when it has been read
 
         seconds = incoming.put_in_place(apply)
         if own.lent:

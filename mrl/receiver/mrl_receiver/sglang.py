@@ -66,10 +66,10 @@ def answer_call(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     return UpdateWeightsFromTensorReqOutput(success=True, message=json.dumps(answers))
 
 
-def finish_work(*_: Any) -> None:
+def finish_work(*_: Any, **__: Any) -> None:
     """Before a scheduler's release_memory_occupation, which unmaps memory at once: a scheduler that runs ahead of its
     results has started one step more than it needed, and on a GPU that others use, too, that may still be under way."""
-    torch.accelerator.synchronize()
+    torch.get_device_module().synchronize()
 
 
 def clear_table(result: Any, updater: Any, request: Any) -> Any:

@@ -175,21 +175,26 @@ class Incoming:
 
     def put_in_place(self, apply: Callable[[int, Optional[Lent]], Callable[[], None]]) -> dict[str, float]:
         """`apply(position, what was lent)` every bucket, in order, in this thread; what it returns waits until the
-        bucket has been read. If the next one is there, it is applied before that, so that the device never idles.
+        bucket has been read. If the next one is there, and was lent, it is applied before that, so that the device has
+        something to do. (If it was received, its slot is wanted at once for another.)
 
         Returns the seconds of waiting for buckets ("receive_s") and of apply ("apply_s"). When anything fails the
         connections are closed and the error is raised.
         """
-        seconds = {"receive_s": 0.0, "apply_s": 0.0}
+        seconds, ahead = {"receive_s": 0.0, "apply_s": 0.0}, 1 if self.slots is None else 0
         try:
             for _ in self.buckets:
                 if self.stages[-1].done.empty():
                     self._finish(seconds, left=0)
                 self._put_next(apply, seconds)
-                self._finish(seconds, left=1)
+                self._finish(seconds, left=ahead)
             self._finish(seconds, left=0)
         except BaseException:
-            self.give_up()
+            try:
+                finish_stream(self.connections.device)  # what has been queued may read memory that is about to go
+            finally:
+                self.applied.clear()
+                self.give_up()
             raise
         for stage in self.stages:
             stage.join()
@@ -200,9 +205,6 @@ class Incoming:
         self._abandon()
         for stage in self.stages:
             stage.join()
-        for finish, _ in self.applied:
-            finish()
-        self.applied.clear()
         self.lent.clear()  # this may be kept for a while, and what was lent is wanted back
 
     def _put_next(self, apply: Callable[[int, Optional[Lent]], Callable[[], None]], seconds: dict[str, float]) -> None:
