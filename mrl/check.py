@@ -123,7 +123,7 @@ def _sync_bytes(plan: Plan, rank: int) -> int:
     gathered = max((one.gathered for _, one in mine if len(one.ranks) > 1), default=0)
     quantised = max((one.gathered for dtype, one in mine if dtype == BYTES), default=0)
     packed = max((one.gathered for _, one in slices if one.sender != rank), default=0)
-    kept = sum(one.nbytes for _, one in mine) * plan.exp.sync.delta
+    kept = sum(one.nbytes for _, one in mine) if plan.exp.sync.delta else 0
     return plan.exp.sync.buffers * sent + gathered + quantised + packed + kept
 
 

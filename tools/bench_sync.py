@@ -54,7 +54,9 @@ from tools.workload import SHAPES, shape_only  # noqa: E402
 
 RUN_ID = "bench-sync"
 STRATEGIES = ("broadcast", "multi_sender", "sharded")
-BF16_BYTES, ALIGNED = 2, 64
+BF16_BYTES = 2
+ALIGNED = 64
+"""Elements of which the beginning of a parameter in Megatron's buffer is a multiple."""
 
 
 @dataclass

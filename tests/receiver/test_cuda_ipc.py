@@ -1,12 +1,16 @@
 """cuda_ipc between real processes, with memory-mapped files in the place of a GPU's memory: all of it but CUDA."""
+import socket
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from mrl.receiver.mrl_receiver import cuda_ipc
 from mrl.receiver.mrl_receiver.cuda_ipc import CudaIpcTransport
 from mrl.receiver.mrl_receiver.links import LinkError, Meeting
 from tests.receiver.transport_gang import run
-from tests.receiver.transport_peer import LENDINGS
+from tests.receiver.transport_peer import LENDINGS, HostIpc
 
 WORLD = 3
 
@@ -47,6 +51,20 @@ def test_a_worker_on_another_gpu_is_refused_and_the_sender_hears_of_it(said):
     sender, worker, _ = said
     assert "sends from GPU GPU-0, this rank is on GPU-1" in worker["strangers"]["error"]
     assert "a peer gave it up" in sender["strangers"]["error"] and sender["strangers"]["seconds"] < 15
+
+
+def test_a_peer_that_hangs_in_the_middle_of_a_message_is_given_up(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "STALL_S", 1)
+    transport = HostIpc(Meeting(dist.HashStore(), "127.0.0.1", "link", "p2p", 0, 2, torch.device("cpu")), 0.0)
+    mine, others = socket.socketpair()
+    transport.peers[1] = cuda_ipc._Peer(cuda_ipc._connection(mine))
+    with others:
+        others.send(b"\0\0")  # half of the length of what is to come
+        with pytest.raises(LinkError, match="rank 1 hangs: nothing was read or sent for 1 s"):
+            transport.hear(1, 1, time.monotonic() + 60)
+        with pytest.raises(LinkError, match="rank 1 hangs"):
+            transport.say(1, {"number": 1}, b"x" * (64 << 20))  # more than a socket takes that nobody reads
+    transport.close()
 
 
 def test_buffers_on_the_host_are_refused():

@@ -9,6 +9,7 @@ import torch
 
 from mrl.receiver.mrl_receiver.links import LinkError
 from mrl.receiver.mrl_receiver.transfer import Incoming
+from tests.waiting import wait_until
 
 BUCKETS, RING = 5, 2
 
@@ -73,13 +74,6 @@ class Worker:
         """Let them come, and wait until as many are there as may be before one is given back."""
         self.come(count)
         wait_until(lambda: self.incoming.stages[-1].done.qsize() == min(count, RING))
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_the_next_lent_bucket_is_applied_before_the_last_is_waited_for():

@@ -22,6 +22,7 @@ from mrl.receiver.mrl_receiver.transports import TRANSPORTS
 from mrl.receiver.mrl_receiver.wire import Part, Plan, row_major
 from tests.receiver.senders import Senders, sync
 from tests.receiver.toy import ToyMoe, expect, tensors, wire_plan
+from tests.waiting import wait_until
 
 BUCKETS = (("embed", "q", "k", "norm", "o"), ("base", "flipped", "pair.a"), ("pair.b",))
 
@@ -206,13 +207,6 @@ def test_what_was_lent_for_a_sync_that_the_engine_refuses_is_let_go(pair):
     senders.store.set(failed_key(request.link), "1")
     wait_until(lambda: not mapped() and OneProcess.nothing_is_held())
     expect(receiver.model, tensors(1))
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_parts_that_are_not_the_bucket_are_refused():

@@ -10,8 +10,8 @@ import torch
 
 from mrl.reshard import Layout
 from mrl.reshard.pieces import (
-    HfTensor, alternating_gate_up, column, gate_up, joined_gate_up, qkv, replicated, row, slices, stacked, transposed,
-    vocab,
+    HfTensor, Piece, alternating_gate_up, column, gate_up, joined_gate_up, qkv, replicated, row, slices, stacked,
+    transposed, vocab,
 )
 
 WIDTH = 3
@@ -111,14 +111,29 @@ def test_stacked_experts():
     assert cut(stacked(transposed(row)), weight, Layout(tp=3), 2, expert=0).tolist() == [[8], [9], [10], [11]]
 
 
-@pytest.mark.parametrize("kind, tensors, shape, most", [
-    (row, 1, (4, 6), 1), (joined_gate_up, 1, (8, 3), 1), (qkv, 3, (12, 2), 3), (alternating_gate_up, 1, (8, 3), 3),
-    (stacked(transposed(alternating_gate_up)), 1, (2, 3, 8), 3), (stacked(transposed(row)), 1, (2, 4, 3), 1),
-], ids=["row", "joined", "qkv", "alternating", "stacked alternating", "stacked row"])
-def test_what_a_box_leaves_of_a_piece(kind, tensors, shape, most):
-    """Every box of the tensor: the clipped pieces fill exactly what the whole piece fills from inside the box."""
-    tensor = torch.arange(prod(shape)).view(shape)
+CUT = {
+    # kind, HF tensors, shape of each; the most pieces that a box leaves of one, the boxes of one in its shard
+    "row": (row, 1, (4, 6), 1, 1),
+    "joined": (joined_gate_up, 1, (8, 3), 1, 1),
+    "qkv": (qkv, 3, (12, 2), 3, 2),
+    "alternating": (alternating_gate_up, 1, (8, 3), 3, 2),
+    "stacked alternating": (stacked(transposed(alternating_gate_up)), 1, (2, 3, 8), 3, 2),
+    "stacked row": (stacked(transposed(row)), 1, (2, 4, 3), 1, 1),
+}
+
+
+def last_piece(name: str) -> Piece:
+    """Of rank 1 of two."""
+    kind, tensors, shape, *_ = CUT[name]
     (*_, piece) = kind([HfTensor("t", shape, 1)] * tensors, SimpleNamespace(kv_heads=4), Layout(tp=2), 1).pieces
+    return piece
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_a_box_leaves_of_a_piece(name):
+    """Every box of the tensor: the clipped pieces fill exactly what the whole piece fills from inside the box."""
+    (_, _, shape, most, _), piece = CUT[name], last_piece(name)
+    tensor = torch.arange(prod(shape)).view(shape)
     whole = torch.full(piece.local_view, -1)
     piece.of_local(whole).copy_(piece.of_hf(tensor))
     for box in product(*([(a, b) for a, b in combinations(range(size + 1), 2)] for size in shape)):
@@ -134,13 +149,10 @@ def test_what_a_box_leaves_of_a_piece(kind, tensors, shape, most):
         assert torch.equal(found, expected) and len(clipped) <= most
 
 
-@pytest.mark.parametrize("kind, tensors, shape, expected", [
-    (row, 1, (4, 6), 1), (joined_gate_up, 1, (8, 3), 1), (qkv, 3, (12, 2), 2), (alternating_gate_up, 1, (8, 3), 2),
-    (stacked(transposed(alternating_gate_up)), 1, (2, 3, 8), 2), (stacked(transposed(row)), 1, (2, 4, 3), 1),
-], ids=["row", "joined", "qkv", "alternating", "stacked alternating", "stacked row"])
-def test_the_boxes_in_which_a_piece_lies_in_its_shard(kind, tensors, shape, expected):
+@pytest.mark.parametrize("name", CUT)
+def test_the_boxes_in_which_a_piece_lies_in_its_shard(name):
+    (_, _, shape, _, expected), piece = CUT[name], last_piece(name)
     tensor = torch.arange(prod(shape)).view(shape)
-    (*_, piece) = kind([HfTensor("t", shape, 1)] * tensors, SimpleNamespace(kv_heads=4), Layout(tp=2), 1).pieces
     shard = torch.full(piece.local_view, -1)
     piece.of_local(shard).copy_(piece.of_hf(tensor))
     for clipped in (piece, *piece.clipped(tuple((size // 4, size) for size in shape))):

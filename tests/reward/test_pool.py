@@ -12,6 +12,7 @@ import pytest
 from mrl.config.schema import Reward
 from mrl.reward.api import RewardError, Sample
 from mrl.reward.pool import RewardPool, RewardResult
+from tests.waiting import wait_until
 
 # One function whose behaviour the response chooses.
 MISBEHAVING = r"""
@@ -80,13 +81,6 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=300.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_math_through_the_pool():
     pool = RewardPool(Reward(kind="math"))
     try:
@@ -130,7 +124,7 @@ def test_a_kill_takes_what_the_verifier_started(custom, tmp_path):
     pool = custom(timeout_s=4.0)
     [result] = scores(pool, [f"hang_with_child:{tmp_path}/child"])
     assert result.error.startswith("custom: timeout")
-    wait_until(lambda: not alive((tmp_path / "child").read_text()))
+    wait_until(lambda: not alive((tmp_path / "child").read_text()), 300)
 
 
 def test_waiting_for_a_free_process_does_not_count_as_time(custom):
@@ -210,7 +204,7 @@ asyncio.run(main())
 """
     parent = subprocess.run([sys.executable, "-c", parent_source], capture_output=True, text=True, timeout=300)
     assert parent.returncode == -9, parent.stderr
-    wait_until(lambda: not alive(parent.stdout))
+    wait_until(lambda: not alive(parent.stdout), 300)
 
 
 def test_it_works_on_an_event_loop_outside_the_main_thread(custom):

@@ -115,7 +115,7 @@ class CudaIpcTransport:
                 else:
                     self._check(deadline)
             except (OSError, EOFError) as error:
-                raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})") from error
+                raise self._lost(peer, error) from error
         return other.heard.pop(number)
 
     def map_lent(self, peer: int, message: dict[str, Any], nbytes: int) -> _Lent:
@@ -145,7 +145,12 @@ class CudaIpcTransport:
         try:
             self.peers[peer].connection.send_bytes(b"\n".join([json.dumps(message).encode(), *more]))
         except OSError as error:
-            raise LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error})") from error
+            raise self._lost(peer, error) from error
+
+    def _lost(self, peer: int, error: Exception) -> LinkError:
+        if isinstance(error, BlockingIOError):
+            return LinkError(f"link {self.meeting.name}: rank {peer} hangs: nothing was read or sent for {STALL_S} s")
+        return LinkError(f"link {self.meeting.name}: rank {peer} is gone ({error or 'closed'})")
 
     def _exported(self, storage: torch.UntypedStorage) -> list:
         try:

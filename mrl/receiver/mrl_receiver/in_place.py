@@ -23,7 +23,7 @@ class InPlace:
     parts: Sequence[Part]
     values: Sequence[torch.Tensor]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.values)
 
@@ -65,7 +65,7 @@ def _elements(parts: Iterable[Part]) -> Counter[str]:
     return counted
 
 
-class Views:
+class MovingViews:
     """Views of storages that are there during a sync, and elsewhere in the next: the same tensors, with other memory.
 
     views: of no other tensor, as far as torch knows (`copies.unattached`). In between they have no memory.

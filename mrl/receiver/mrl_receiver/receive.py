@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .announced import Announced
 from .base import Base
 from .checksum import add, checksums
-from .in_place import Views, read
+from .in_place import MovingViews, read
 from .links import Lent, LinkError, failed_key, finish_stream, open_store, wait_for_queued
 from .proof import fingerprints, unfaithful
 from .routes import Arrival, Routes, misfits
@@ -37,12 +37,12 @@ class Refused(RuntimeError):
     """The request is not for this worker, or not for now; nothing has been changed."""
 
 
-class _InPlace(NamedTuple):
+class _LentBucket(NamedTuple):
     """A bucket in its sender's parameters: what they said of it, and what was made of that."""
 
     description: bytes
     arrival: Arrival
-    views: Views
+    views: MovingViews
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Prepared:
     routes: Routes
     proven: bool
     base: Optional[Base]
-    in_place: dict[int, _InPlace] = field(default_factory=dict)
+    in_place: dict[int, _LentBucket] = field(default_factory=dict)
 
     def arrival(self, position: int, lent: Lent) -> Arrival:
         """What is to be done with a bucket where its sender has it: made once for each place of a ring, and once for
@@ -71,8 +71,8 @@ class _Prepared:
             known = self.in_place.get(position)
             if known is None or known.description != lent.description:
                 arrival = self.routes.arrival_of(read(lent.description, self.buckets[position], lent.storages))
-                known = self.in_place[position] = _InPlace(
-                    lent.description, arrival, Views(arrival.sources, lent.storages))
+                known = self.in_place[position] = _LentBucket(
+                    lent.description, arrival, MovingViews(arrival.sources, lent.storages))
             known.views.follow(lent.storages)
             return known.arrival
         key = position, lent.flat.storage_offset()
@@ -348,7 +348,7 @@ def _holdings(traced: Traced, kinds: Optional[dict[str, tuple[Shape, torch.dtype
 
 def _lends(plan: Plan, request: SyncRequest) -> bool:
     """Whether buckets can be put in place from where their senders have them: none is cut over several workers, proven
-    with noise, or completed before it is copied."""
+    with noise, or completed before it is copied. The senders know it from the experiment (`receive_buffers`)."""
     return request.transport in LENDING and not plan.gathers and not plan.direct and not request.delta
 
 
